@@ -1,0 +1,40 @@
+"""What ``shoal evaluate`` and ``shoal generate`` take, as key=value on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.config.schema import DtypeName
+from shoal.config.types import PositiveInt
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Answers of a trained model for a manifest of conversations or cuts.
+
+    `inputs` is a manifest; a line of `output_manifest` is the conversation with the answer appended.
+    batch_size counts conversations; max_new_tokens bounds each answer.
+    """
+
+    pretrained_name: str
+    inputs: str
+    batch_size: PositiveInt = 64
+    max_new_tokens: PositiveInt = 128
+    output_manifest: str = "generations.jsonl"
+    verbose: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: DtypeName = "bfloat16"
+    extra_eos_tokens: tuple[str, ...] = ()
+    system_prompt: str | None = None
+    user_prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(GenerateConfig):
+    """Generation over a manifest with transcripts, followed by the word error rate.
+
+    use_normalizer names the text normaliser applied to both sides before words are compared.
+    """
+
+    use_normalizer: Literal["english", "basic", "none"] = "english"
