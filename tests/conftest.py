@@ -1,0 +1,32 @@
+"""Fixtures and markers shared by all tests."""
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.zygote import RankRunner
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankRunner]:
+    """Run a module-level function on N gloo ranks; see tests/zygote.py."""
+    runner = RankRunner()
+    yield runner
+    runner.close()
+
+
+@functools.cache
+def _why_no_gpu() -> str | None:
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(f"needs a GPU: {reason}")
