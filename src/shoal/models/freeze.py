@@ -1,0 +1,38 @@
+"""Freezing by name: which parameters train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def freeze_parameters(model: nn.Module, freeze: Sequence[str], keep: Sequence[str]) -> tuple[str, ...]:
+    """Sets `requires_grad` from regular expressions matched at the start of the parameter's full name.
+
+    A name matched by `freeze` is frozen unless `keep` matches it too.
+
+    Returns:
+        Patterns that matched nothing, for the caller to report.
+
+    Raises:
+        ValueError: Nothing is left to train.
+    """
+    used: set[str] = set()
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        hits = [pattern for pattern in patterns if re.match(pattern, name)]
+        used.update(hits)
+        return bool(hits)
+
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        frozen, kept = matches(name, freeze), matches(name, keep)
+        if frozen and not kept:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"model.freeze_params = {list(freeze)}: every parameter is frozen; "
+            "repair: narrow a pattern, or name what must train in model.prevent_freeze_params"
+        )
+    return tuple(pattern for pattern in (*freeze, *keep) if pattern not in used)

@@ -1,0 +1,40 @@
+"""LoRA adapters, injected while the model is on the meta device and before it is sharded.
+
+Injected later, an adapter would be a plain tensor beside sharded weights: each rank would train its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import PreTrainedModel
+
+ADAPTER_PATTERN = r"^.+\.lora_.+$"
+"""Names of adapter parameters; they train even when everything around them is frozen."""
+
+
+def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Adds adapters in place; adapted layers keep their weight as ``NAME.base_layer.weight``, frozen.
+
+    Args:
+        model: A causal LM with parameters on the meta device.
+        options: Arguments of `peft.LoraConfig`: r, lora_alpha, lora_dropout, target_modules, ...
+
+    Raises:
+        ValueError: No module of the model matches `target_modules`.
+    """
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    inject_adapter_in_model(LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True)
+    # peft freezes everything but the adapters; which base weights train is decided by the freezing patterns.
+    for name, parameter in model.named_parameters():
+        base = name.replace(".base_layer.", ".")
+        if base in trainable:
+            parameter.requires_grad_(trainable[base])
+
+
+def adapted_modules(model: nn.Module) -> tuple[str, ...]:
+    """Full names of the modules that carry an adapter."""
+    return tuple(name for name, module in model.named_modules() if hasattr(module, "base_layer"))

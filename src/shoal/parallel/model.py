@@ -1,0 +1,60 @@
+"""The one interface between a parallelised model and the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+MicroBatch = Mapping[str, Any]
+"""One micro-batch: tensors and metadata by name, see `shoal.data`."""
+
+Sums = Mapping[str, Tensor]
+"""What a trainable module returns: scalars ``loss_sum`` (with gradient), ``num_correct`` and ``num_tokens``."""
+
+
+def no_gradient_sync(enabled: bool) -> AbstractContextManager[None]:
+    """Gradients of a model on one process need no synchronisation."""
+    del enabled
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A trainable module on its mesh: how to run it, and when its gradients are summed over the ranks.
+
+    Attributes:
+        module: The module itself, under the names of its parameters. Owns state dict, optimizer and evaluation.
+        forward: Runs one micro-batch *for training*: the DDP wrapper's own forward, or the module.
+        gradient_sync: ``with gradient_sync(last): ...backward()``; gradients are summed over the data-parallel
+            ranks when `last` is true, and kept local until then (or reduced right away when the strategy does
+            not defer).
+        group: The data-parallel group, over which token counts and losses are summed; None on one process.
+        device: Where micro-batches are moved to.
+    """
+
+    module: nn.Module
+    forward: Callable[[MicroBatch], Sums]
+    gradient_sync: Callable[[bool], AbstractContextManager[None]]
+    group: ProcessGroup | None
+    device: torch.device
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Data-parallel coordinate of this rank."""
+        return 0 if self.group is None else self.group.rank()
+
+
+def single_process(module: nn.Module, device: torch.device) -> ParallelModel:
+    """Wraps a module that lives on one process alone."""
+    return ParallelModel(module, module, no_gradient_sync, None, device)

@@ -1,0 +1,106 @@
+"""The gradient norm over parameters on any mix of meshes and placements, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from shoal.mesh.collectives import all_gather_objects
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, as one process holding the whole model would compute it.
+
+    A shard is counted once and a replica once, whatever the mesh. torch's own `get_total_norm` refuses gradients
+    on different meshes, so each (mesh, placement) is reduced on its own and the results are combined.
+
+    Args:
+        parameters: Trainable parameters; a missing gradient counts as zero.
+        norm_type: 2, 1, any p > 0, or inf.
+
+    Returns:
+        fp64 scalar, identical on every rank.
+    """
+    # Grouped by the parameters and not by the gradients that exist: the collectives must not depend on the rank.
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(_place(parameter), []).append(parameter)
+    norms = [_norm_of_one_place(group, norm_type) for group in groups.values()]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients in place by min(1, max_norm / norm)."""
+    factor = float(max_norm) / (float(norm) + 1e-6)
+    if factor < 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                _local(parameter.grad).mul_(factor)
+
+
+def refuse_non_finite(norm: Tensor, module: nn.Module, group: ProcessGroup | None, step: int) -> None:
+    """Stops the run on every rank when the gradient norm is not finite, naming the parameters.
+
+    Raises:
+        FloatingPointError: On all ranks together, before the optimizer step; weights are untouched.
+    """
+    if math.isfinite(float(norm)):  # identical on all ranks, so all take the same branch
+        return
+    local = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.grad)]
+    by_rank = all_gather_objects(local, group)
+    names = list(dict.fromkeys(name for names in by_rank for name in names))
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    raise FloatingPointError(
+        f"step {step}: the gradient norm is {float(norm)}; non-finite gradients in: {shown or 'their sum only'}. "
+        "The optimizer has not stepped. Repair: lower the learning rate, or set trainer.precision=32-true to find "
+        "the layer that overflows"
+    )
+
+
+def _place(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def _norm_of_one_place(parameters: list[nn.Parameter], norm_type: float) -> Tensor:
+    """fp64 norm, on the CPU, of the gradients of parameters that share a mesh and placements."""
+    norm = torch.linalg.vector_norm(torch.stack([_local_norm(p, norm_type) for p in parameters]), norm_type)
+    first = parameters[0]
+    if not isinstance(first, DTensor):
+        return norm.cpu()
+    power = norm if math.isinf(norm_type) else norm**norm_type
+    power = power.to(first.device_mesh.device_type)  # offloaded gradients live on the host, the group may not
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for axis, placement in enumerate(first.placements):
+        if placement.is_shard():  # a replica is complete on its own: counting it again would inflate the norm
+            dist.all_reduce(power, op=operation, group=first.device_mesh.get_group(axis))
+    return power.cpu() if math.isinf(norm_type) else power.cpu() ** (1.0 / norm_type)
+
+
+def _local_norm(parameter: nn.Parameter, norm_type: float) -> Tensor:
+    """fp64 norm of this rank's part of one gradient."""
+    gradient = _local(parameter.grad)
+    if gradient is None or gradient.numel() == 0:  # the shard of a small parameter can be empty
+        return torch.zeros((), dtype=torch.float64, device=_local(parameter.detach()).device)
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    local = _local(gradient)
+    return local is None or bool(torch.isfinite(local).all())
+
+
+@overload
+def _local(tensor: Tensor) -> Tensor: ...
+@overload
+def _local(tensor: None) -> None: ...
+def _local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,173 @@
+"""The training step: one optimizer step on one list of micro-batches, the same for every model and layout.
+
+The sum rule. The loss of the step is the sum of token losses over *all* micro-batches of *all* data-parallel
+ranks, divided once by their number of supervised tokens. Each micro-batch's loss is divided by that number before
+backward, and gradients are summed over micro-batches and ranks; nothing is ever averaged, so the result does not
+depend on how the micro-batches were dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shoal.data.seeds import derive_seed
+from shoal.data.stream import StepBatch
+from shoal.mesh.collectives import all_gather_objects, all_reduce_sum
+from shoal.parallel.model import MicroBatch, ParallelModel
+from shoal.train.clip import gradient_norm, refuse_non_finite, scale_gradients
+
+
+class SupportsStep(Protocol):
+    """An optimizer, or Lightning's wrapper of one, which also counts the steps."""
+
+    def step(self) -> object: ...
+
+    def zero_grad(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """What all ranks know about a step before it runs: sums over the data-parallel ranks.
+
+    Padding counts are positions of the padded tensors: text tokens and audio samples.
+    """
+
+    num_tokens: int
+    num_samples: int
+    audio_seconds: float
+    num_text_positions: int
+    num_text_real: int
+    num_audio_positions: int
+    num_audio_real: int
+    stop_requested: bool
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padded positions that hold no content; of the audio samples when there is audio."""
+        real, total = self.num_audio_real, self.num_audio_positions
+        if total == 0:
+            real, total = self.num_text_real, self.num_text_positions
+        return 1.0 - real / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did: global sums over global counts, identical on every rank."""
+
+    loss: float
+    accuracy: float
+    gradient_norm: float
+    header: StepHeader
+
+
+def train_step(
+    model: ParallelModel,
+    batch: StepBatch,
+    optimizer: SupportsStep,
+    *,
+    step: int,
+    seed: int,
+    max_norm: float | None,
+    header: StepHeader,
+) -> StepResult:
+    """Runs one optimizer step; gradients are zero afterwards.
+
+    Args:
+        model: The parallelised model.
+        batch: This rank's micro-batches; their number is the same on every rank.
+        optimizer: Over the trainable parameters of `model.module`.
+        step: Number of optimizer steps taken so far; names the random numbers of this step.
+        seed: Seed of the run.
+        max_norm: Gradients are scaled down to this global norm; None never scales.
+        header: From `agree_on_step`.
+
+    Raises:
+        FloatingPointError: A gradient is not finite; on every rank, before the optimizer steps.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    num_micro_batches = len(batch.micro_batches)
+    for index, micro_batch in enumerate(batch.micro_batches):
+        # Dropout and the like depend on the micro-batch's place in the step, not on the rank that runs it.
+        torch.manual_seed(derive_seed(seed, step, index * model.dp_size + model.dp_rank))
+        with model.gradient_sync(index == num_micro_batches - 1):
+            out = model.forward(to_device(micro_batch, model.device))
+            (out["loss_sum"] / max(header.num_tokens, 1)).backward()  # type: ignore[no-untyped-call]
+        sums += torch.stack([out["loss_sum"].detach(), out["num_correct"]]).double().cpu()
+
+    trainable = list(trainable_parameters(model.module))
+    norm = gradient_norm(trainable)
+    refuse_non_finite(norm, model.module, model.group, step)
+    if max_norm is not None:
+        scale_gradients(trainable, norm, max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    loss_sum, num_correct = all_reduce_sum(sums.to(model.device), model.group).tolist()
+    num_tokens = max(header.num_tokens, 1)
+    return StepResult(loss_sum / num_tokens, num_correct / num_tokens, float(norm), header)
+
+
+def agree_on_step(
+    batch: StepBatch,
+    group: ProcessGroup | None,
+    device: torch.device,
+    *,
+    sample_rate: int = 16000,
+    stop_requested: bool = False,
+) -> StepHeader:
+    """The header every step starts with: one all-reduce tells all ranks what the others have.
+
+    Raises:
+        RuntimeError: Some rank's data failed; raised on every rank, with the origin's message, before anything
+            else is communicated, so that nobody waits for a rank that has stopped.
+    """
+    local = [_count(micro_batch) for micro_batch in batch.micro_batches]
+    counts = [sum(column) for column in zip(*local, strict=True)]
+    flags = [float(batch.error is not None), float(stop_requested)]
+    vector = torch.tensor([*counts, *flags], dtype=torch.float64, device=device)
+    *totals, num_errors, num_stops = all_reduce_sum(vector, group).tolist()
+    if num_errors:
+        errors = [error for error in all_gather_objects(batch.error, group) if error is not None]
+        raise RuntimeError("data of this step failed:\n" + "\n".join(dict.fromkeys(errors)))
+    tokens, samples, text, text_real, audio, audio_real = (int(total) for total in totals)
+    return StepHeader(
+        tokens, samples, audio_real / sample_rate, text, text_real, audio, audio_real, bool(num_stops)
+    )
+
+
+def num_supervised(micro_batch: MicroBatch) -> int:
+    """Number of supervised tokens; a row's first token has no predecessor and is never one."""
+    return int(micro_batch["loss_mask"][:, 1:].sum())
+
+
+def _count(micro_batch: MicroBatch) -> tuple[int, ...]:
+    if micro_batch["is_empty"]:
+        return (0, 0, 0, 0, 0, 0)
+    ids, audios = micro_batch["input_ids"], micro_batch["audios"]
+    return (
+        num_supervised(micro_batch),
+        len(ids),
+        ids.numel(),
+        int(micro_batch["text_lens"].sum()),
+        audios.numel(),
+        int(micro_batch["audio_lens"].sum()),
+    )
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Moves the tensors of a micro-batch; everything else is passed on."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in micro_batch.items()
+    }
+
+
+def trainable_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters an optimizer should hold, in the order of registration."""
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
