@@ -52,12 +52,14 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModalityAdapterConfig:
-    """What stands between encoder and projection: nothing (identity) or a few Conformer layers.
+    """What stands between encoder and projection: nothing (identity), an MLP or a few Conformer layers.
 
-    d_model None is the encoder's width. The Conformer attends over the whole audio (no streaming mask).
+    stack_frames first concatenates that many encoder frames into one (4 turns Whisper's 50 Hz into 12.5 Hz).
+    d_model None is the stacked width. The Conformer attends over the whole audio (no streaming mask).
     """
 
-    kind: Literal["identity", "conformer"] = "identity"
+    kind: Literal["identity", "mlp", "conformer"] = "identity"
+    stack_frames: PositiveInt = 1
     d_model: PositiveInt | None = None
     n_layers: PositiveInt = 2
     n_heads: PositiveInt = 8
