@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-from shoal.config.types import TargetConfig
+from shoal.config.values import TargetConfig
 
 
 def plain(value: Any) -> dict[str, Any]:

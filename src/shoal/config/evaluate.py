@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.config.schema import DtypeName
-from shoal.config.types import PositiveInt
+from shoal.config.values import PositiveInt
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.config.schema import DistEnvConfig, DistributedConfig
-from shoal.config.types import (
+from shoal.config.values import (
     CountInt,
     FrozenDict,
     NonNegativeFloat,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.config.types import PositiveInt
+from shoal.config.values import PositiveInt
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 CheckpointingMode = bool | Literal["full", "selective"]

@@ -1,8 +1,8 @@
 """The whole surface of the speech recipe on one page: model, trainer, data, exp_manager.
 
 Field names are the keys of the YAML; they follow NeMo's speechlm2 collection and Lightning's Trainer. A key
-that is not here is refused with the nearest one that is. A key that is here but whose feature arrives later is
-refused by a rule (`shoal.config.pending`) as soon as it is set to anything but the value shown.
+that is not here is refused with the nearest one that is. A key whose feature arrives later is refused by a rule
+(`shoal.config.pending`) as soon as it is set to anything but the value shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.config.schema import (
     MoEParallelizerConfig,
     ParallelismSizes,
 )
-from shoal.config.types import (
+from shoal.config.values import (
     CountInt,
     Fraction,
     FrozenDict,
@@ -213,7 +213,7 @@ class TrainerConfig:
     enable_model_summary: bool = True
     callbacks: tuple[TargetConfig, ...] = ()
     default_root_dir: str | None = None
-    use_distributed_sampler: bool = False
+    use_distributed_sampler: bool | None = None
     deterministic: bool | Literal["warn"] = False
     benchmark: bool | None = None
     detect_anomaly: bool = False

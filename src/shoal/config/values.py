@@ -16,14 +16,17 @@ class Range:
     above: float | None = None
 
     def problem(self, value: float) -> str | None:
-        """Returns the limit that `value` breaks, in words, or None."""
-        if self.low is not None and value < self.low:
-            return f"at least {self.low:g}"
-        if self.high is not None and value > self.high:
-            return f"at most {self.high:g}"
-        if self.above is not None and value <= self.above:
-            return f"more than {self.above:g}"
-        return None
+        """Returns the limits in words when `value` breaks them, or None."""
+        below = (self.low is not None and value < self.low) or (
+            self.above is not None and value <= self.above
+        )
+        return self.words if below or (self.high is not None and value > self.high) else None
+
+    @property
+    def words(self) -> str:
+        """The limits as a message states them."""
+        bounds = [("at least", self.low), ("more than", self.above), ("at most", self.high)]
+        return ", ".join(f"{text} {bound}" for text, bound in bounds if bound is not None)
 
 
 PositiveInt = Annotated[int, Range(low=1)]
@@ -46,12 +49,12 @@ class FrozenDict(dict[str, Any]):
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("a configuration is immutable; load it again with an override instead")
 
-    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
 
     def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
 

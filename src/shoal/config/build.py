@@ -1,0 +1,227 @@
+"""Plain data to typed, frozen dataclasses, following the annotations; everything wrong is collected in a report."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from shoal.config.errors import Finding
+from shoal.config.values import FrozenDict, Range
+
+FAILED: Any = object()
+"""Stands for a value that was refused; rules that read its key are skipped."""
+
+
+@dataclass
+class Report:
+    """Findings of one load, and the keys whose values could not be built."""
+
+    findings: list[Finding] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+
+    def refuse(self, rule: str, key: str, value: object, limit: str, repair: str) -> Any:
+        """Notes a finding about the value at `key`; returns FAILED."""
+        self.findings.append(Finding(rule, key, value, limit, repair))
+        self.failed.add(key)
+        return FAILED
+
+
+Reader = Callable[[Any, str, Report], Any]
+READERS: dict[type, Reader] = {}
+"""Dataclasses whose YAML shape differs from their fields; filled by `shoal.config.shapes`."""
+
+
+def join(path: str, name: object) -> str:
+    """Returns the dotted path of `name` inside `path`; the root is the empty path."""
+    return f"{path}.{name}" if path else str(name)
+
+
+@lru_cache(maxsize=None)
+def field_types(cls: type) -> Mapping[str, Any]:
+    """Returns the resolved annotations of a dataclass, ranges included."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def build(cls: type, raw: Any, path: str, report: Report) -> Any:
+    """Builds dataclass `cls` from the mapping `raw` at `path`; unknown and missing keys go to the report.
+
+    A field that fails takes its default (FAILED when it has none), so that the rules about other keys still run.
+    """
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, Mapping):
+        return report.refuse("wrong-type", path, raw, "a block of keys", f"indent the keys under {path}:")
+    known = {item.name: item for item in fields(cls)}
+    refuse_unknown(raw, known, path, report)
+    return cls(**{name: _field_value(cls, item, raw, path, report) for name, item in known.items()})
+
+
+def _field_value(cls: type, item: Field[Any], raw: Mapping[str, Any], path: str, report: Report) -> Any:
+    key = join(path, item.name)
+    default = FAILED
+    if item.default is not MISSING:
+        default = item.default
+    elif item.default_factory is not MISSING:
+        default = item.default_factory()
+    value = raw.get(item.name)
+    annotation = field_types(cls)[item.name]
+    if value == "???":
+        return report.refuse("missing-key", key, value, "a value; ??? marks one you must give", f"set {key}")
+    if item.name not in raw or (value is None and not _allows_none(annotation) and default is not FAILED):
+        if default is FAILED:
+            report.refuse("missing-key", key, None, describe(annotation), f"add {key}")
+        return default
+    converted = convert(annotation, value, key, report)
+    return default if converted is FAILED else converted
+
+
+def refuse_unknown(
+    raw: Mapping[Any, Any], known: Mapping[str, Any] | set[str], path: str, report: Report
+) -> None:
+    """Reports every key of `raw` that is not in `known`, with the nearest one that is."""
+    for name in raw:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+        repair = f"did you mean {join(path, near[0])}?" if near else "delete it"
+        limit = f"one of: {', '.join(sorted(known))}"
+        report.findings.append(Finding("unknown-key", join(path, name), raw[name], limit, repair))
+
+
+def convert(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    """Returns `value` as the annotated type, frozen, or FAILED after reporting why not."""
+    origin = get_origin(annotation)
+    if annotation is Any:
+        return freeze(value)
+    if origin is Annotated:
+        return _ranged(annotation, value, path, report)
+    if origin in (Union, types.UnionType):
+        return _one_of(annotation, value, path, report)
+    if origin is Literal:
+        if any(value == option and type(value) is type(option) for option in get_args(annotation)):
+            return value
+        return _wrong(annotation, value, path, report)
+    if origin is tuple:
+        return _sequence(annotation, value, path, report)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(annotation, value, path, report)
+    if annotation in READERS:
+        return READERS[annotation](value, path, report)
+    if is_dataclass(annotation):
+        return build(annotation, value, path, report)  # type: ignore[arg-type]
+    return _scalar(annotation, value, path, report)
+
+
+def _scalar(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    if annotation is float and type(value) in (int, float) and math.isfinite(value):
+        return value
+    if annotation in (int, bool, str, types.NoneType) and type(value) is annotation:
+        return value
+    return _wrong(annotation, value, path, report)
+
+
+def _ranged(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    base, *marks = get_args(annotation)
+    number = convert(base, value, path, Report())
+    if number is FAILED:
+        return _wrong(annotation, value, path, report)
+    for mark in marks:
+        if isinstance(mark, Range) and mark.problem(number) is not None:
+            return _wrong(annotation, value, path, report)
+    return number
+
+
+def _one_of(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    if value is None and _allows_none(annotation):
+        return None
+    options = [option for option in get_args(annotation) if option is not types.NoneType]
+    trials = [(option, Report()) for option in options]
+    for option, trial in trials:
+        converted = convert(option, value, path, trial)
+        if converted is not FAILED and not trial.findings:
+            return converted
+    # A block or a list can only be meant for the one option of that shape: its own findings say more.
+    shaped = [option for option, _ in trials if _has_shape(option, value)]
+    if len(shaped) == 1:
+        return convert(shaped[0], value, path, report)
+    return _wrong(annotation, value, path, report)
+
+
+def _has_shape(annotation: Any, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return is_dataclass(annotation) or get_origin(annotation) not in (None, tuple, Literal, Annotated)
+    return isinstance(value, list | tuple) and get_origin(annotation) is tuple
+
+
+def _sequence(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    if not isinstance(value, list | tuple):
+        return _wrong(annotation, value, path, report)
+    element = get_args(annotation)[0]
+    items = [convert(element, item, join(path, index), report) for index, item in enumerate(value)]
+    return FAILED if any(item is FAILED for item in items) else tuple(items)
+
+
+def _mapping(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return _wrong(annotation, value, path, report)
+    element = get_args(annotation)[1]
+    items = {key: convert(element, item, join(path, key), report) for key, item in value.items()}
+    return FAILED if any(item is FAILED for item in items.values()) else FrozenDict(items)
+
+
+def freeze(value: Any) -> Any:
+    """Returns plain data with mappings and lists made immutable."""
+    if isinstance(value, Mapping):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+def _allows_none(annotation: Any) -> bool:
+    return annotation is Any or types.NoneType in get_args(annotation)
+
+
+def _wrong(annotation: Any, value: Any, path: str, report: Report) -> Any:
+    limit = describe(annotation)
+    repair = f"write {limit}"
+    if isinstance(value, str) and value.strip().lstrip("-").isdigit():
+        repair = f"write the number without quotes: {value.strip()}"
+    elif isinstance(value, str) and (
+        near := difflib.get_close_matches(value, _names(annotation), n=1, cutoff=0.5)
+    ):
+        repair = f"did you mean {near[0]}?"
+    return report.refuse("wrong-type", path, value, limit, repair)
+
+
+def _names(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [option for option in get_args(annotation) if isinstance(option, str)]
+    return [name for part in get_args(annotation) for name in _names(part)]
+
+
+def describe(annotation: Any) -> str:
+    """Returns the annotated type in the words of a message."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        noun = {int: "an integer", float: "a number"}[arguments[0]]
+        return " and ".join([noun, *(mark.words for mark in arguments[1:] if isinstance(mark, Range))])
+    if origin is Literal:
+        return "one of " + ", ".join(str(option) for option in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(part) for part in arguments)
+    if origin is tuple:
+        return f"a list, each {describe(arguments[0])}"
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        types.NoneType: "null",
+    }
+    return names.get(annotation, "a block of keys")
