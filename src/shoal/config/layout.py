@@ -178,6 +178,19 @@ def _moe_block_needs_experts(layout: Layout) -> Finding | None:
     return Finding("moe-block-needs-ep", layout.keys.moe, f"ep_size {layout.sizes.ep_size}", limit, repair)
 
 
+def _checkpointing_mode_exists(layout: Layout) -> Finding | None:
+    given = {
+        layout.keys.checkpointing: layout.checkpointing,
+        layout.keys.option_checkpointing: layout.option_checkpointing,
+    }
+    for key, value in given.items():
+        if not isinstance(value, bool) and value not in ("full", "selective"):
+            return Finding(
+                "activation-checkpointing-mode", key, value, "false, true, full or selective", f"{key}: true"
+            )
+    return None
+
+
 def _checkpointing_agrees(layout: Layout) -> Finding | None:
     switch, option = layout.checkpointing, layout.option_checkpointing
     if not switch or not option or _mode(switch) == _mode(option):
@@ -235,6 +248,9 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
         "pipeline-block-needs-pp", "a block that would do nothing is a mistake", _pipeline_block_needs_stages
     ),
     LayoutRule("moe-block-needs-ep", "a block that would do nothing is a mistake", _moe_block_needs_experts),
+    LayoutRule(
+        "activation-checkpointing-mode", "a misspelt mode must not mean off", _checkpointing_mode_exists
+    ),
     LayoutRule("activation-checkpointing-agrees", "one switch, one meaning", _checkpointing_agrees),
 )
 

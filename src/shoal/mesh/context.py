@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,12 +28,15 @@ class MeshContext:
         moe_mesh: (pp, ep_shard, ep), and tp when tp > 1, over the same ranks; None when ep is 1.
         sizes: The size of every axis.
         strategy: Whose axes the device mesh has.
+        flattened: The one-dimensional meshes of the flattened axes; slicing them out of `device_mesh` by name
+            is deprecated in torch.
     """
 
     device_mesh: DeviceMesh
     moe_mesh: DeviceMesh | None
     sizes: ResolvedSizes
-    strategy: StrategyName = "fsdp2"
+    strategy: StrategyName
+    flattened: Mapping[MeshAxisName, DeviceMesh]
 
     @classmethod
     def build(
@@ -52,9 +56,11 @@ class MeshContext:
         axes = MESH_AXES[strategy]
         shape = tuple(sizes.size(axis) for axis in axes)
         device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=_names(axes))
-        for flat, parts in FLATTENED_AXES[strategy].items():
-            device_mesh[_names(parts)]._flatten(flat.value)
-        return cls(device_mesh, _build_moe_mesh(sizes, device_type), sizes, strategy)
+        flattened = {
+            flat: device_mesh[_names(parts)]._flatten(flat.value)
+            for flat, parts in FLATTENED_AXES[strategy].items()
+        }
+        return cls(device_mesh, _build_moe_mesh(sizes, device_type), sizes, strategy, flattened)
 
     @property
     def coordinate(self) -> MeshCoordinate:
@@ -106,11 +112,13 @@ class MeshContext:
 
         Raises ValueError when this run's meshes do not have the axis.
         """
-        if axis in (*MESH_AXES[self.strategy], *FLATTENED_AXES[self.strategy]):
+        if axis in self.flattened:
+            return self.flattened[axis]
+        if axis in MESH_AXES[self.strategy]:
             return self.device_mesh[axis.value]
         if axis in (MeshAxisName.EP, MeshAxisName.EP_SHARD) and self.moe_mesh is not None:
             return self.moe_mesh[axis.value]
-        known = [*MESH_AXES[self.strategy], *FLATTENED_AXES[self.strategy]]
+        known = [*MESH_AXES[self.strategy], *self.flattened]
         if self.moe_mesh is not None:
             known += [MeshAxisName.EP_SHARD, MeshAxisName.EP]
         raise ValueError(
@@ -131,7 +139,8 @@ class MeshContext:
         if self.strategy != "fsdp2":
             raise ValueError(f"strategy = {self.strategy!r} has no FSDP2 mesh; use strategy='fsdp2'")
         if self.dp_replicate_size > 1:
-            return self.device_mesh[MeshAxisName.DP_REPLICATE.value, MeshAxisName.DP_SHARD_CP.value]
+            axes = (MeshAxisName.DP_REPLICATE, MeshAxisName.DP_SHARD_CP)
+            return DeviceMesh._concatenate([self.mesh(axis) for axis in axes])
         return self.mesh(MeshAxisName.DP_SHARD_CP)
 
 
