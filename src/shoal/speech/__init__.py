@@ -1,0 +1,1 @@
+"""Speech language models: log-mel front ends, encoders, perception, prompts, SALM."""
