@@ -1,0 +1,1 @@
+"""Checkpoints: atomic directories on disk and the state of a run inside them."""
