@@ -1,13 +1,13 @@
-"""Plain data to typed, frozen dataclasses, following the annotations; everything wrong is collected in a report."""
+"""Plain data to typed, frozen dataclasses, following the annotations; what is wrong goes to a report."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal.config.errors import Finding
@@ -19,10 +19,11 @@ FAILED: Any = object()
 
 @dataclass
 class Report:
-    """Findings of one load, and the keys whose values could not be built."""
+    """Findings of one load, the keys whose values could not be built, and the targets the user allows."""
 
     findings: list[Finding] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
+    allow_targets: tuple[str, ...] = ()
 
     def refuse(self, rule: str, key: str, value: object, limit: str, repair: str) -> Any:
         """Notes a finding about the value at `key`; returns FAILED."""
@@ -41,7 +42,7 @@ def join(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def field_types(cls: type) -> Mapping[str, Any]:
     """Returns the resolved annotations of a dataclass, ranges included."""
     return get_type_hints(cls, include_extras=True)
@@ -50,7 +51,7 @@ def field_types(cls: type) -> Mapping[str, Any]:
 def build(cls: type, raw: Any, path: str, report: Report) -> Any:
     """Builds dataclass `cls` from the mapping `raw` at `path`; unknown and missing keys go to the report.
 
-    A field that fails takes its default (FAILED when it has none), so that the rules about other keys still run.
+    A field that fails takes its default (FAILED when it has none), so that rules on other keys still run.
     """
     if raw is None:
         raw = {}
@@ -87,8 +88,8 @@ def refuse_unknown(
     for name in raw:
         if name in known:
             continue
-        near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-        repair = f"did you mean {join(path, near[0])}?" if near else "delete it"
+        near = _nearest(str(name), known)
+        repair = f"did you mean {join(path, near)}?" if near else "delete it"
         limit = f"one of: {', '.join(sorted(known))}"
         report.findings.append(Finding("unknown-key", join(path, name), raw[name], limit, repair))
 
@@ -140,7 +141,7 @@ def _one_of(annotation: Any, value: Any, path: str, report: Report) -> Any:
     if value is None and _allows_none(annotation):
         return None
     options = [option for option in get_args(annotation) if option is not types.NoneType]
-    trials = [(option, Report()) for option in options]
+    trials = [(option, Report(allow_targets=report.allow_targets)) for option in options]
     for option, trial in trials:
         converted = convert(option, value, path, trial)
         if converted is not FAILED and not trial.findings:
@@ -192,11 +193,13 @@ def _wrong(annotation: Any, value: Any, path: str, report: Report) -> Any:
     repair = f"write {limit}"
     if isinstance(value, str) and value.strip().lstrip("-").isdigit():
         repair = f"write the number without quotes: {value.strip()}"
-    elif isinstance(value, str) and (
-        near := difflib.get_close_matches(value, _names(annotation), n=1, cutoff=0.5)
-    ):
-        repair = f"did you mean {near[0]}?"
+    elif isinstance(value, str) and (near := _nearest(value, _names(annotation))):
+        repair = f"did you mean {near}?"
     return report.refuse("wrong-type", path, value, limit, repair)
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
 def _names(annotation: Any) -> list[str]:

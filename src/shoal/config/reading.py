@@ -1,4 +1,4 @@
-"""Text to plain data: YAML, command-line overrides and ``${...}`` interpolation, before any meaning is attached."""
+"""Text to plain data: YAML, command-line overrides and ``${...}`` interpolation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from shoal.config.errors import ConfigError, Finding
 
@@ -17,7 +17,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """YAML 1.2's idea of numbers, and no key twice: ``1e-4`` is a float, ``1:30:00`` and dates are strings."""
+    """Numbers as in YAML 1.2, and no key twice: ``1e-4`` is a float, ``1:30:00`` and dates are strings."""
 
 
 _NUMBERS: tuple[tuple[str, str], ...] = (
@@ -66,17 +66,9 @@ def parse_yaml(text: str, origin: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(
-            [
-                Finding(
-                    "yaml-syntax",
-                    origin,
-                    text if len(text) < 80 else None,
-                    f"YAML; {line}{problem}",
-                    "fix it",
-                )
-            ]
-        ) from error
+        shown = text if len(text) < 80 else None
+        finding = Finding("yaml-syntax", origin, shown, "YAML without duplicate keys", f"{line}{problem}")
+        raise ConfigError([finding]) from error
 
 
 def read_source(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -88,21 +80,38 @@ def read_source(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return {key: _copied(value) for key, value in source.items()}
     path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        finding = Finding(
-            "config-file", str(path), None, f"a readable YAML file ({reason})", "check the path"
-        )
-        raise ConfigError([finding]) from error
-    data = parse_yaml(text, str(path))
+    data = parse_yaml(_text_of(path), str(path))
     if not isinstance(data, dict):
         limit = "a mapping with the sections of a recipe at the top"
         raise ConfigError(
             [Finding("config-file", str(path), data, limit, "write model:, trainer:, data:, ...")]
         )
     return data
+
+
+def read_list(path: str | Path) -> list[Any]:
+    """Returns the top-level list of a YAML file.
+
+    Raises:
+        ConfigError: The file is missing, unreadable, not YAML, or not a list.
+    """
+    data = parse_yaml(_text_of(Path(path)), str(path))
+    if not isinstance(data, list):
+        raise ConfigError(
+            [Finding("config-file", str(path), data, "a list of sources", "start with - type:")]
+        )
+    return data
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        finding = Finding(
+            "config-file", str(path), None, "a readable YAML file", f"check the path ({reason})"
+        )
+        raise ConfigError([finding]) from error
 
 
 def _copied(value: Any) -> Any:
@@ -114,7 +123,7 @@ def _copied(value: Any) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> list[Finding]:
-    """Writes ``key.path=value``, ``+key.path=value`` and ``~key.path`` into `tree`; returns what is malformed.
+    """Writes ``key.path=value``, ``+key.path=value``, ``~key.path`` into `tree`; returns what is malformed.
 
     A number in a path is an index into a list. Values are YAML, as in the file.
     """
@@ -182,8 +191,8 @@ _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 class Interpolator:
     """Replaces ``${section.key}``, ``${.sibling}`` and ``${oc.env:NAME,default}`` in a tree of plain data.
 
-    A value that is nothing but a reference keeps the type of what it refers to. Environment values are read as
-    YAML, as values on the command line are.
+    A value that is nothing but a reference keeps the type of what it refers to. Environment values are read
+    as YAML, as values on the command line are.
     """
 
     def __init__(self, tree: dict[str, Any]) -> None:
@@ -245,7 +254,7 @@ class Interpolator:
 
 
 def _absolute(expression: str, path: str) -> str:
-    """Returns the path `expression` means at `path`: one leading dot is the own block, each further one a parent."""
+    """Returns the path `expression` means at `path`; one leading dot is the own block, two its parent."""
     dots = len(expression) - len(expression.lstrip("."))
     if dots == 0:
         return expression

@@ -1,8 +1,8 @@
 """The whole surface of the speech recipe on one page: model, trainer, data, exp_manager.
 
 Field names are the keys of the YAML; they follow NeMo's speechlm2 collection and Lightning's Trainer. A key
-that is not here is refused with the nearest one that is. A key whose feature arrives later is refused by a rule
-(`shoal.config.pending`) as soon as it is set to anything but the value shown.
+that is not here is refused with the nearest one that is. A key whose feature arrives later is refused by a
+rule (`shoal.config.pending`) as soon as it is set to anything but the value shown.
 """
 
 from __future__ import annotations
@@ -287,7 +287,9 @@ class DatasetConfig:
     max_duration: PositiveFloat | None = None
     min_tokens: CountInt | None = None
     max_tokens: PositiveInt | None = None
-    skip_missing_manifest_entries: bool = False
+    oversize: Literal["skip", "alone"] = "skip"
+    on_bad_audio: Literal["skip", "error"] = "skip"
+    channel_selector: CountInt | Literal["average"] = 0
     num_workers: CountInt = 0
     pin_memory: bool = False
 

@@ -1,0 +1,67 @@
+"""Reads ``{_target_: name, ...}`` wherever it may stand, checking name and keywords without importing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from shoal.config.build import FAILED, READERS, Report, freeze, join, refuse_unknown
+from shoal.config.targets import canonical_target, check_target
+from shoal.config.values import TargetConfig
+
+_TARGET_REPAIR = "name a class of an allowed library, or allow its module with --allow-target MODULE"
+_SUPPLIED = frozenset({"params", "optimizer"})
+"""Parameters of a target that the training code passes itself."""
+
+
+def as_mapping(raw: Any, path: str, report: Report) -> dict[str, Any] | None:
+    if raw is None:
+        return {}
+    if isinstance(raw, Mapping) and all(isinstance(key, str) for key in raw):
+        return dict(raw)
+    report.refuse("wrong-type", path, raw, "a block of keys", f"indent the keys under {path}:")
+    return None
+
+
+def drop_target(raw: dict[str, Any], allowed: Collection[str], path: str, report: Report) -> None:
+    """Takes ``_target_`` out of a block whose class is fixed, after checking that it names that class."""
+    target = raw.pop("_target_", None)
+    if target is not None and target not in allowed:
+        key, limit = join(path, "_target_"), f"one of {', '.join(sorted(allowed))}"
+        report.refuse("target", key, target, limit, f"delete {key}")
+
+
+def read_target(raw: Any, path: str, report: Report) -> Any:
+    """Reads ``{_target_: name, **kwargs}``; the name must be allowed and the keywords must be its own."""
+    block = as_mapping(raw, path, report)
+    if block is None:
+        return FAILED
+    name = block.pop("_target_", None)
+    key = join(path, "_target_")
+    if not isinstance(name, str):
+        limit = "the dotted name of a class, such as torch.optim.AdamW"
+        return report.refuse("missing-key" if name is None else "wrong-type", key, name, limit, f"add {key}")
+    full = canonical_target(name)
+    verdict = check_target(full, report.allow_targets)
+    if verdict.limit is not None:
+        return report.refuse("target", key, name, verdict.limit, _TARGET_REPAIR)
+    if verdict.parameters is not None:
+        refuse_unknown(block, set(verdict.parameters) - _SUPPLIED, path, report)
+    check_nested_targets(block, path, report)
+    return TargetConfig(full, freeze(block))
+
+
+def check_nested_targets(value: Any, path: str, report: Report) -> None:
+    """Reports every ``_target_`` inside a free-form value that may not be made."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            read_target(value, path, report)
+            return
+        for name, item in value.items():
+            check_nested_targets(item, join(path, name), report)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_nested_targets(item, join(path, index), report)
+
+
+READERS[TargetConfig] = read_target
