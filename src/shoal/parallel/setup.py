@@ -87,7 +87,7 @@ def _strategy(strategy: StrategyName | StrategyOptions) -> tuple[StrategyName, S
     """Name and options of a strategy that is given by either."""
     for name, options in STRATEGY_OPTIONS.items():
         if strategy == name:
-            return cast("StrategyName", name), options()
+            return name, options()
         if isinstance(strategy, options):
             return cast("StrategyName", name), strategy
     known = ", ".join(STRATEGY_OPTIONS)
