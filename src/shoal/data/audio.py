@@ -1,5 +1,4 @@
-"""Reads the audio of one turn: mono, float32, at the model's rate, or a named reason why it cannot be
-used."""
+"""Reads the audio of one turn: mono, float32, at the model's rate, or says why it cannot be used."""
 
 from __future__ import annotations
 
@@ -23,10 +22,13 @@ from shoal.data.tar import read_member
 Samples = NDArray[np.float32]
 
 DURATION_TOLERANCE = 0.1
-"""Seconds by which audio may be shorter than its manifest says; manifests round, encoders pad."""
+"""Seconds by which audio may be shorter than its manifest says; manifests round."""
 
 ANTI_PHASE_ENERGY = 1e-3
 """An average of channels with less than this share of their energy has cancelled, not mixed."""
+
+# What lhotse and libsndfile raise for data they cannot read.
+_UNREADABLE = (AudioLoadingError, DurationMismatchError, OSError, ValueError, RuntimeError, AssertionError)
 
 
 class BadAudio(Exception):
@@ -75,22 +77,16 @@ def load_audio(turn: AudioTurn, options: AudioOptions) -> Samples:
 
 def _read(turn: AudioTurn) -> tuple[Samples, int]:
     """Returns samples [C, T] and their true rate."""
+    if not turn.cut.has_recording:
+        raise BadAudio("missing", "the cut has no recording")
     try:
         if _is_plain(turn.cut):
             return _read_plain(turn)
-        return (np.atleast_2d(turn.cut.load_audio()).astype(np.float32, copy=False),)
-        int(turn.cut.sampling_rate)
+        loaded: Samples = np.atleast_2d(turn.cut.load_audio()).astype(np.float32, copy=False)
+        return loaded, int(turn.cut.sampling_rate)
     except (FileNotFoundError, KeyError) as error:
         raise BadAudio("missing", str(error)) from error
-    except (
-        AudioLoadingError,
-        DurationMismatchError,
-        OSError,
-        ValueError,
-        RuntimeError,
-        AssertionError,
-    ) as error:
-        # lhotse and libsndfile raise these for data they cannot read.
+    except _UNREADABLE as error:
         raise BadAudio("unreadable", f"{type(error).__name__}: {error}") from error
 
 
@@ -100,7 +96,7 @@ def _is_plain(cut: Cut) -> bool:
     Mixed cuts, recordings of several files, augmented recordings, and the commands and URLs that a user
     allowed are loaded by lhotse.
     """
-    if not isinstance(cut, MonoCut | MultiCut) or not cut.has_recording:
+    if not isinstance(cut, MonoCut | MultiCut):
         return False
     recording = cut.recording
     if len(recording.sources) != 1 or recording.transforms or recording.has_video:
@@ -140,8 +136,7 @@ def _rate_in_header(cut: Cut) -> bool:
 
 
 def _to_mono(channels: Samples, cut: Cut, options: AudioOptions) -> Samples:
-    """Returns one channel [T] of [C, T]: the one the cut names, else the one (or the average) the options
-    name."""
+    """Returns one channel [T] of [C, T]: the cut's own choice, else what the options name."""
     if _is_plain(cut) and not _rate_in_header(cut):
         rows = {channel: row for row, channel in enumerate(cut.recording.channel_ids)}
         named = [cut.channel] if isinstance(cut.channel, int) else list(cut.channel)

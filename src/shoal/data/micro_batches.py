@@ -100,8 +100,7 @@ class MicroBatchStream:
 
     @cached_property
     def _buckets(self) -> Buckets:
-        """The buckets, estimated once from the unshuffled head of the data, so that every epoch has the
-        same."""
+        """The buckets, estimated once from the unshuffled head of the data: the same in every epoch."""
         config = self.config
         if not _wants_buckets(config):
             return Buckets.single(self._budget)
@@ -171,6 +170,12 @@ def _wants_buckets(config: DatasetConfig) -> bool:
 
 
 def _budget_of(config: DatasetConfig, key: str) -> Budget:
+    if not config.measure_total_length:
+        raise ValueError(
+            f"{key}.measure_total_length: false is not supported, because a micro-batch is padded to its "
+            "whole "
+            "length, answers included; set it to true"
+        )
     sizes = config.bucket_batch_size
     if (
         config.batch_size is None

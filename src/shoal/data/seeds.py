@@ -16,8 +16,7 @@ _BITS = 31
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Returns a seed in [0, 2^31), a function of `parts` alone, the same in every process and on every
-    machine."""
+    """Returns a seed in [0, 2^31), a function of `parts` alone on every machine."""
     # repr keeps ("1", 2) and (1, "2") apart.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _BITS)

@@ -118,8 +118,7 @@ def _open_group(
 
 
 def _shares(weights: Sequence[float | None], branches: Sequence[tuple[Source, ...]], key: str) -> list[float]:
-    """Returns weights scaled to add up to 1; without weights a branch's share is its share of the
-    examples."""
+    """Returns weights scaled to add up to 1; without weights, each branch's share of the examples."""
     missing = [index for index, weight in enumerate(weights) if weight is None]
     if missing and len(missing) < len(weights):
         raise ValueError(
@@ -221,15 +220,22 @@ def _archives_of(
     archives = _manifests(entry.tarred_audio_filepaths, f"{key}.tarred_audio_filepaths", allow_commands)
     if missing := [path for path in archives if not Path(path).exists()]:
         raise ValueError(f"{key}.tarred_audio_filepaths: no such file: {missing[0]}")
+    if packed := [path for path in archives if not path.endswith(".tar")]:
+        raise ValueError(f"{key}.tarred_audio_filepaths: {packed[0]} must be an uncompressed .tar; unpack it")
     if len(manifests) == len(archives):
         return [{0: archive} for archive in archives]
-    if len(manifests) == 1:
-        return [{_shard_id(path, index): path for index, path in enumerate(archives)}]
-    raise ValueError(
-        f"{key}: {len(manifests)} manifests and {len(archives)} archives; give one manifest per archive, "
-        "or one "
-        "manifest whose lines have a shard_id"
-    )
+    if len(manifests) > 1:
+        raise ValueError(
+            f"{key}: {len(manifests)} manifests and {len(archives)} archives; give one manifest per archive, "
+            "or one manifest whose lines have a shard_id"
+        )
+    by_id = {_shard_id(path, index): path for index, path in enumerate(archives)}
+    if len(by_id) < len(archives):
+        raise ValueError(
+            f"{key}.tarred_audio_filepaths: the last numbers in the names are the shard ids, and they repeat; "
+            "make them differ"
+        )
+    return [by_id]
 
 
 def _shard_id(path: str, index: int) -> int:

@@ -19,7 +19,7 @@ from shoal.config.speech import DatasetConfig
 from shoal.data.audio import AudioOptions
 from shoal.data.conversation import PromptEncoder
 from shoal.data.dataset import StepBatch, StepDataset
-from shoal.data.micro_batches import MicroBatchItems, MicroBatchStream
+from shoal.data.micro_batches import EpochStream, MicroBatchItems, MicroBatchStream
 from shoal.data.position import START, StepPlan, StreamPosition
 from shoal.data.seeds import derive_seed, worker_init
 
@@ -65,12 +65,6 @@ class StepSampler(Sampler[StepPlan]):
                 f"global_micro_batches {global_micro_batches} and steps_per_epoch {steps_per_epoch} must "
                 "be positive"
             )
-        if order_seed is None and position.order_seed is None:
-            raise ValueError(
-                f"{stream.key}.shard_seed: trng, and no entropy was drawn; draw it on one rank with "
-                "draw_entropy(), "
-                "broadcast it, and pass position=StreamPosition(order_seed=...)"
-            )
         self._stream = stream
         self._dp_rank = dp_rank
         self._dp_size = dp_size
@@ -78,11 +72,12 @@ class StepSampler(Sampler[StepPlan]):
         self._order_seed = order_seed
         self._steps_per_epoch = steps_per_epoch
         self._num_steps: int | None = steps_per_epoch
+        self._left_out: Counter[str] = Counter()
         self.position = position
+        self._seed_of(position)  # refuses now what would fail in the first step
 
     def __iter__(self) -> Iterator[StepPlan]:
-        """Yields step plans from `position` on; the attribute itself is moved by whoever consumes the
-        steps."""
+        """Yields step plans from `position` on; whoever consumes the steps moves that attribute."""
         position, remaining = self.position, self._steps_per_epoch
         while True:
             taken = 0
@@ -93,14 +88,14 @@ class StepSampler(Sampler[StepPlan]):
                     return
             if taken == 0 and position.consumed == 0:
                 raise ValueError(
-                    f"{self._stream.key}: not one micro-batch in epoch {position.epoch}; every example was "
-                    "left out "
-                    "(see the log for the reasons), or the sources are empty"
+                    f"{self._stream.key}: not one step in epoch {position.epoch}; the sources are empty, "
+                    "or every "
+                    f"example was left out: {dict(self._left_out)}"
                 )
             if remaining is None and taken > 0:
                 return
             if taken == 0:  # the position was the exact end of an epoch
-                position = StreamPosition(position.epoch + 1, 0, self._carried_seed(position))
+                position = self._next_epoch(position)
             elif remaining is not None:
                 remaining -= taken
 
@@ -116,25 +111,28 @@ class StepSampler(Sampler[StepPlan]):
         return self._num_steps
 
     def count_steps(self) -> int:
-        """Returns the number of steps of epoch 0, after a pass over the metadata; `len` knows it from then
-        on."""
+        """Returns the number of steps of epoch 0 after a pass over the metadata, and keeps it for `len`."""
         batches = self._stream.epoch(0, self._seed_of(START)).batches
         self._num_steps = -(-sum(1 for _ in batches) // self._window)
         return self._num_steps
 
     def _seed_of(self, position: StreamPosition) -> int:
-        """Returns the seed that orders the epoch of `position`: the saved one once some of it was
-        consumed."""
+        """Returns the seed that orders the epoch of `position`: the saved one once some was consumed."""
         saved, configured = position.order_seed, self._order_seed
-        if configured is None or (position.consumed > 0 and saved is not None):
-            assert saved is not None
+        if saved is not None and (configured is None or position.consumed > 0):
             return saved
+        if configured is None:
+            raise ValueError(
+                f"{self._stream.key}.shard_seed: trng, and no entropy was drawn; draw it on one rank with "
+                "draw_entropy(), broadcast it, and pass position=StreamPosition(order_seed=...)"
+            )
         return configured
 
-    def _carried_seed(self, position: StreamPosition) -> int | None:
-        """Returns the order seed a position at the start of an epoch carries: entropy lasts, a seed is
-        configured."""
-        return position.order_seed if self._order_seed is None else None
+    def _next_epoch(self, position: StreamPosition) -> StreamPosition:
+        """Returns the start of the next epoch; an order seed lasts only if drawn, not configured."""
+        return StreamPosition(
+            position.epoch + 1, 0, position.order_seed if self._order_seed is None else None
+        )
 
     def _epoch(self, position: StreamPosition) -> Iterator[StepPlan]:
         """Yields the steps that are left of one data epoch."""
@@ -146,23 +144,24 @@ class StepSampler(Sampler[StepPlan]):
                 "%s: epoch %d goes on in the order of seed %d; seed %d orders the epochs after it",
                 self._stream.key, position.epoch, seed, self._order_seed,
             )  # fmt: skip
-        reported: Counter[str] = Counter(stream.skipped)
+        reported = Counter(stream.skipped)
         position = replace(position, order_seed=seed)
-        window = self._next_window(stream.batches)
+        window = self._next_window(stream)
         while window:
-            following = self._next_window(stream.batches)
-            after = _advanced(position, window)
-            skipped = dict(stream.skipped - reported)
+            # One window ahead, because the position after the last step is the start of the next epoch.
+            following = self._next_window(stream)
+            position = _advanced(position, window)
+            after = position if following else self._next_epoch(position)
+            skipped = dict(stream.skipped - reported) if self._dp_rank == 0 else {}
             reported = Counter(stream.skipped)
-            position = after
-            if not following:
-                after = StreamPosition(position.epoch + 1, 0, self._carried_seed(position))
-            yield StepPlan(self._mine(window), position.epoch, after, skipped if self._dp_rank == 0 else {})
+            yield StepPlan(self._mine(window), position.epoch, after, skipped)
             window = following
+        self._left_out = stream.skipped
 
-    def _next_window(self, batches: Iterator[MicroBatchItems]) -> list[MicroBatchItems]:
-        window = list(islice(batches, self._window))
+    def _next_window(self, stream: EpochStream) -> list[MicroBatchItems]:
+        window = list(islice(stream.batches, self._window))
         if self._stream.config.drop_last and len(window) < self._window:
+            stream.skipped["drop_last"] += sum(len(items) for items in window)
             return []
         return window
 
@@ -210,8 +209,7 @@ def _replay(batches: Iterator[MicroBatchItems], position: StreamPosition, key: s
 
 
 class StepLoader(DataLoader[StepBatch]):
-    """A DataLoader of step batches that continues where it was consumed, not where its sampler had run
-    ahead."""
+    """A DataLoader of step batches that continues where it was consumed, not where its sampler is."""
 
     sampler: StepSampler
 

@@ -17,8 +17,7 @@ _REPEATED = re.compile(r"^(?P<stem>.+)-sub\d+$")
 
 @dataclass(frozen=True)
 class TarMember:
-    """A member of an archive, named by its path or, with `any_suffix`, by its path without the last
-    suffix."""
+    """A member of an archive, named by its path; with `any_suffix`, by its path less the suffix."""
 
     archive: str
     name: str
