@@ -11,7 +11,8 @@ from torch import nn
 def freeze_parameters(model: nn.Module, freeze: Sequence[str], keep: Sequence[str]) -> tuple[str, ...]:
     """Sets `requires_grad` from regular expressions matched at the start of the parameter's full name.
 
-    A name matched by `freeze` is frozen unless `keep` matches it too.
+    A name matched by `keep` trains, also when `freeze` matches it or an adapter froze its layer; a name matched by
+    `freeze` alone does not.
 
     Returns:
         Patterns that matched nothing, for the caller to report.
@@ -28,7 +29,9 @@ def freeze_parameters(model: nn.Module, freeze: Sequence[str], keep: Sequence[st
 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         frozen, kept = matches(name, freeze), matches(name, keep)
-        if frozen and not kept:
+        if kept:
+            parameter.requires_grad_(True)
+        elif frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(

@@ -17,7 +17,9 @@ ADAPTER_PATTERN = r"^.+\.lora_.+$"
 
 
 def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """Adds adapters in place; adapted layers keep their weight as ``NAME.base_layer.weight``, frozen.
+    """Adds adapters in place and freezes the rest of `model`, as peft does.
+
+    An adapted layer keeps its own weight under ``NAME.base_layer.weight``.
 
     Args:
         model: A causal LM with parameters on the meta device.
@@ -26,13 +28,7 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: No module of the model matches `target_modules`.
     """
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     inject_adapter_in_model(LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True)
-    # peft freezes everything but the adapters; which base weights train is decided by the freezing patterns.
-    for name, parameter in model.named_parameters():
-        base = name.replace(".base_layer.", ".")
-        if base in trainable:
-            parameter.requires_grad_(trainable[base])
 
 
 def adapted_modules(model: nn.Module) -> tuple[str, ...]:

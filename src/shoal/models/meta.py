@@ -1,17 +1,13 @@
-"""Builds a model without memory for its parameters, but with its buffers."""
+"""A model without memory for its parameters, but with its buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-
-Built = TypeVar("Built", bound=nn.Module)
-
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -34,24 +30,31 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def build_on_meta(build: Callable[[], Built], dtype: torch.dtype) -> Built:
-    """Runs `build` with parameters on the meta device, then gives floating-point parameters the stored dtype.
+def cast_stored(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives floating-point parameters the dtype they are stored in, in place.
 
-    Buffers keep their dtype: rotary frequencies and filter banks stay fp32 under every precision.
+    Buffers keep theirs: rotary frequencies and filter banks stay fp32 under every precision. Only the statistics
+    of a model in float64 follow, since its batch norms refuse to mix.
     """
-    with parameters_on_meta():
-        model = build()
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_floating_point() and parameter.dtype != dtype:
-                cast = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-                module._parameters[name] = cast
-    retie(model)
-    return model
+
+    def cast(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_floating_point() or parameter.dtype == dtype:
+            return parameter
+        return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, cast)
+    if dtype == torch.float64:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to(dtype)
 
 
-def retie(model: nn.Module) -> None:
-    """Ties again what Hugging Face models declare as tied; parameters moved one by one lose their ties."""
+def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Puts ``replace(p)`` in the place of every parameter p, once per parameter, so that ties survive."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        if hasattr(module, "tie_weights") and hasattr(module, "all_tied_weights_keys"):
-            module.tie_weights()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in replaced:
+                replaced[parameter] = replace(parameter)
+            module._parameters[name] = replaced[parameter]

@@ -12,6 +12,11 @@ from torch.distributed._composable import checkpoint
 from shoal.parallel.layers import transformer_layers
 
 
+def checkpoint_module(module: nn.Module) -> None:
+    """Recomputes the activations of one module in backward, in place; its forward must be called as a module."""
+    checkpoint(module)
+
+
 def checkpoint_activations(module: nn.Module) -> int:
     """Recomputes every transformer layer below `module` in backward; returns their number.
 
@@ -27,5 +32,5 @@ def checkpoint_activations(module: nn.Module) -> int:
             "repair: set it to false"
         )
     for layer in layers:
-        checkpoint(layer)
+        checkpoint_module(layer)
     return len(layers)

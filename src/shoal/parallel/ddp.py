@@ -4,8 +4,7 @@ torch's DDP averages over ranks by itself; a communication hook replaces that by
 micro-batch is already divided by the number of supervised tokens of the whole step.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: torch checks the hook's annotations, which must be the classes.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

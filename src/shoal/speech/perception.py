@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from transformers import PreTrainedModel
 
 from shoal.config.speech import PerceptionConfig
+from shoal.parallel.activation_checkpointing import checkpoint_module
 from shoal.speech import segments
 from shoal.speech.adapters import build_adapter, stack_frames, stacked_lengths
 from shoal.speech.encoders import SpeechEncoder, speech_encoder
@@ -27,9 +27,9 @@ def is_frozen(module: nn.Module) -> bool:
 class AudioPerception(nn.Module):
     """Turns audio into embeddings for an LLM.
 
-    Building it reads configurations only, never weights, so everything may stand on the meta device; after
-    materialising and loading, call `reset_buffers`. Parameter names follow NeMo's layout: `encoder.*` (as in
-    transformers), `modality_adapter.*`, `proj.*`; the preprocessor has no parameters.
+    Building it reads configurations only, never weights, so parameters may stand on the meta device. Names
+    follow NeMo's layout: `encoder.*` (as in transformers), `modality_adapter.*`, `proj.*`; the preprocessor has
+    no parameters.
 
     A frozen encoder stays in eval mode and runs without an autograd graph.
 
@@ -170,26 +170,16 @@ class AudioPerception(nn.Module):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recomputes each encoder layer and the convolutional front end in the backward pass.
 
-        Call before sharding. A front end that is a bare linear layer is left alone: it keeps nothing but its
-        input. False takes the wrappers off again. Numbers do not change; parameter names gain torch's
-        `_checkpoint_wrapped_module.` in `named_parameters`, not in `state_dict`.
+        Call before sharding, and once. A front end that is a bare linear layer is left alone: it keeps nothing but
+        its input. Neither numbers nor parameter names change. False does nothing.
         """
-        layers = self.speech_encoder.layers()
-        for index, layer in enumerate(layers):
-            layers[index] = _with_checkpointing(layer, enabled)
+        if not enabled:
+            return
+        for layer in self.speech_encoder.layers():
+            checkpoint_module(layer)
         front_end = self.speech_encoder.front_end()
         if front_end is not None:
             parent, name = front_end
-            setattr(parent, name, _with_checkpointing(getattr(parent, name), enabled))
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes on `device` the buffers that no checkpoint holds; for modules that were on meta."""
-        self.speech_encoder.reset_buffers(device)
-        self.modality_adapter.reset_buffers(device)
-
-
-def _with_checkpointing(module: nn.Module, enabled: bool) -> nn.Module:
-    inner: nn.Module = module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
-    if not enabled or isinstance(inner, nn.Linear):
-        return inner
-    return checkpoint_wrapper(inner)
+            module = getattr(parent, name)
+            if not isinstance(module, nn.Linear):
+                checkpoint_module(module)

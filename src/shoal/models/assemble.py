@@ -1,0 +1,168 @@
+"""THE order in which a model is built, changed and spread over the mesh.
+
+    build on meta -> LoRA -> freeze -> activation checkpointing -> FSDP2 / HSDP -> materialise and load this rank's
+    shards -> initialise what no checkpoint provides -> check ties and leftovers -> DDP
+
+`requires_grad` is final after freezing, and names stay Hugging Face's throughout. DDP comes last because it
+broadcasts and buckets real parameters; FSDP2 comes before loading so that no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from shoal.config.schema import DDPConfig, FSDP2Config, MixedPrecisionConfig
+from shoal.mesh.axes import MeshAxisName
+from shoal.models.freeze import freeze_parameters
+from shoal.models.init import initialise
+from shoal.models.load import WeightSource, conversions_of, load_pretrained
+from shoal.models.lora import ADAPTER_PATTERN, add_lora
+from shoal.models.meta import cast_stored, parameters_on_meta, replace_parameters
+from shoal.parallel.activation_checkpointing import checkpoint_activations
+from shoal.parallel.ddp import autocasting, wrap_ddp
+from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
+from shoal.parallel.model import ParallelModel, no_gradient_sync
+from shoal.parallel.setup import DistributedSetup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What to build, before anything is said about devices.
+
+    Attributes:
+        build: Makes the trainable module; called with parameters going to the meta device.
+        weights: Which submodules come from which folders; everything else starts from `seed`.
+        llm: Name of the submodule that LoRA and `checkpoint_llm` apply to; empty for the module itself.
+        lora: Arguments of `peft.LoraConfig`, or None.
+        freeze: Regular expressions of parameter names that do not train.
+        keep: Regular expressions that win over `freeze`.
+        checkpoint_llm: Recompute the layers of the LLM in backward.
+        perception: Name of the submodule with `set_activation_checkpointing`, or None.
+        checkpoint_perception: Recompute the speech encoder's layers in backward.
+        seed: Seed of initial values.
+    """
+
+    build: Callable[[], nn.Module]
+    weights: Sequence[WeightSource] = ()
+    llm: str = "llm"
+    lora: Mapping[str, Any] | None = None
+    freeze: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    checkpoint_llm: bool = False
+    perception: str | None = None
+    checkpoint_perception: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """dtypes of a run: what is stored, what FSDP2 computes in, what autocast computes in."""
+
+    stored: torch.dtype = torch.float32
+    policy: MixedPrecisionConfig | None = None
+    autocast: torch.dtype | None = None
+
+
+def assemble(
+    plan: ModelPlan, setup: DistributedSetup | None, numerics: Numerics, device: torch.device
+) -> ParallelModel:
+    """Builds, shards and loads the model that `plan` describes.
+
+    Args:
+        plan: What to build.
+        setup: Strategy and mesh; None for one process without a process group.
+        numerics: dtypes.
+        device: The device of this rank.
+
+    Raises:
+        ValueError: Weights do not fit, or a setting would do nothing.
+    """
+    with parameters_on_meta():
+        module = plan.build()
+    if plan.lora is not None:
+        add_lora(_submodule(module, plan.llm), plan.lora)
+    cast_stored(module, numerics.stored)  # adapters too: the parameters of one sharding unit share a dtype
+    keep = [*plan.keep, ADAPTER_PATTERN] if plan.lora is not None else plan.keep
+    for pattern in freeze_parameters(module, plan.freeze, keep):
+        log.warning("pattern %r of freeze_params / prevent_freeze_params matches no parameter", pattern)
+    if plan.checkpoint_llm:
+        checkpoint_activations(module.get_submodule(plan.llm))
+    if plan.checkpoint_perception and plan.perception is not None:
+        module.get_submodule(plan.perception).set_activation_checkpointing(True)  # type: ignore[operator]
+
+    conversions = {source.module: conversions_of(_submodule(module, source.module)) for source in plan.weights}
+    strategy = None if setup is None else setup.strategy_config
+    if setup is not None and isinstance(strategy, FSDP2Config):
+        shard_fsdp2(module, setup.mesh_context.fsdp_mesh(), strategy, strategy.mp_policy or numerics.policy)
+
+    fill(module, plan, conversions, numerics.stored, _storage_device(strategy, device))
+    if setup is None:
+        return _plain(module, numerics, device)
+    group = setup.mesh_context.group(MeshAxisName.DP)
+    if isinstance(strategy, FSDP2Config):
+        assert isinstance(module, FSDPModule)
+        return fsdp2_model(module, group, device, strategy)
+    if isinstance(strategy, DDPConfig):
+        return wrap_ddp(module, group, device, strategy, numerics.autocast)
+    raise ValueError(
+        f"strategy = {type(strategy).__name__}: not implemented yet; repair: use fsdp2 or ddp"
+    )
+
+
+def fill(
+    module: nn.Module,
+    plan: ModelPlan,
+    conversions: Mapping[str, list[Any]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Gives every parameter memory and its value: from a checkpoint, or from the seed."""
+    materialise(module, device)
+    loaded: set[str] = set()
+    for source in plan.weights:
+        submodule = _submodule(module, source.module)
+        load_pretrained(submodule, source, conversions[source.module], dtype=dtype, device=device)
+        prefix = f"{source.module}." if source.module else ""
+        loaded.update(prefix + name for name, _ in submodule.named_parameters() if ".lora_" not in name)
+    names = {name for name, _ in module.named_parameters()}
+    initialise(module, names - loaded, plan.seed)
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Allocates meta parameters on `device` (only this rank's shards) and moves real buffers there, values kept."""
+
+    def allocate(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_meta:
+            return parameter
+        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+
+    replace_parameters(module, allocate)
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            submodule._buffers[name] = buffer.to(device)
+
+
+def _plain(module: nn.Module, numerics: Numerics, device: torch.device) -> ParallelModel:
+    return ParallelModel(module, autocasting(module, device, numerics.autocast), no_gradient_sync, None, device)
+
+
+def _storage_device(strategy: object, device: torch.device) -> torch.device:
+    offloaded = isinstance(strategy, FSDP2Config) and strategy.offload_policy is not None
+    return torch.device("cpu") if offloaded else device
+
+
+def _submodule(module: nn.Module, name: str) -> PreTrainedModel:
+    submodule = module.get_submodule(name)
+    if not isinstance(submodule, PreTrainedModel):
+        raise ValueError(f"{name or 'the model'}: {type(submodule).__name__} is not a transformers model")
+    return submodule

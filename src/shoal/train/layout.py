@@ -1,0 +1,56 @@
+"""The table every run prints at start: how the job is laid out."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shoal.mesh.sizes import ResolvedSizes, resolve_sizes
+from shoal.config.schema import ParallelismSizes
+from shoal.parallel.setup import DistributedSetup
+
+
+def layout_table(setup: DistributedSetup | None, precision: str, module: nn.Module) -> str:
+    """Formats sizes, strategy, precision, kernels and parameter counts as aligned lines.
+
+    Args:
+        setup: None for one process without a process group.
+        precision: Name of the precision.
+        module: The assembled model; shards are counted as shards, ties once.
+    """
+    sizes = resolve_sizes(ParallelismSizes(), 1) if setup is None else setup.mesh_context.sizes
+    strategy = "none" if setup is None else _strategy_name(setup)
+    rows = {**_size_rows(sizes), "strategy": strategy, "precision": precision, **_kernel_rows(module)}
+    rows.update(_parameter_rows(module))
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+    return "\n".join(["layout", *lines])
+
+
+def _size_rows(sizes: ResolvedSizes) -> dict[str, str]:
+    names = ("world", "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ep_shard")
+    return {name: str(getattr(sizes, name)) for name in names}
+
+
+def _strategy_name(setup: DistributedSetup) -> str:
+    return type(setup.strategy_config).__name__.removesuffix("Config").lower()
+
+
+def _kernel_rows(module: nn.Module) -> dict[str, str]:
+    """Attention and expert implementations, as the models themselves report them."""
+    configs = [m.config for m in module.modules() if hasattr(m, "config") and hasattr(m, "_init_weights")]
+    attention = dict.fromkeys(str(getattr(c, "_attn_implementation", None)) for c in configs)
+    experts = dict.fromkeys(
+        str(getattr(c, "_experts_implementation", None)) for c in configs if hasattr(c, "num_experts")
+    )
+    return {"attention": ", ".join(attention) or "none", "experts": ", ".join(experts) or "none"}
+
+
+def _parameter_rows(module: nn.Module) -> dict[str, str]:
+    parameters = list(module.parameters())
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    return {
+        "parameters": f"{sum(p.numel() for p in parameters):,}",
+        "trainable": f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+        "on this rank": f"{local:,}",
+    }

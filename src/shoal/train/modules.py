@@ -1,0 +1,220 @@
+"""The LightningModule around a trainable module: it assembles the model, runs the step and logs sums over counts.
+
+Lightning's batch is one optimizer step: this rank's list of micro-batches. Optimisation is manual, so that one
+step function serves every layout; Lightning keeps the loops, loggers, callbacks and progress bars.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from shoal.config.values import TargetConfig
+from shoal.data.position import StreamPosition
+from shoal.data.stream import StepBatch
+from shoal.mesh.collectives import all_reduce_sum
+from shoal.models.assemble import ModelPlan, Numerics, assemble
+from shoal.parallel.model import ParallelModel
+from shoal.train.layout import layout_table
+from shoal.train.optim import build_optimizer, build_scheduler
+from shoal.train.precision import ShoalPrecision
+from shoal.train.step import StepResult, agree_on_step, to_device, train_step
+from shoal.train.strategy import agreed_checkpointing, distributed_setup, leave_model_to_module
+
+log = logging.getLogger(__name__)
+
+
+class ShoalModule(pl.LightningModule):
+    """Trains any module whose forward maps a micro-batch to ``loss_sum``, ``num_correct`` and ``num_tokens``.
+
+    Args:
+        plan: What to build; nothing is built before the processes are connected.
+        optimizer: Target and arguments, over the parameters that train.
+        lr_scheduler: Target and arguments; stepped once per optimizer step.
+        gradient_clip_val: Bound of the global gradient norm; None never scales.
+        seed: Names the random numbers of dropout together with the step and the micro-batch.
+        sample_rate: Of the audio, to report seconds.
+        validation_sets: Names of the validation sets, in the order of the loaders.
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        optimizer: TargetConfig,
+        lr_scheduler: TargetConfig | None = None,
+        *,
+        gradient_clip_val: float | None = None,
+        seed: int = 0,
+        sample_rate: int = 16000,
+        validation_sets: Sequence[str] = ("validation",),
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.plan = plan
+        self.optimizer_config = optimizer
+        self.scheduler_config = lr_scheduler
+        self.gradient_clip_val = gradient_clip_val
+        self.seed = seed
+        self.sample_rate = sample_rate
+        self.validation_sets = tuple(validation_sets)
+        self.stream_position = StreamPosition()
+        self.stop_agreed = False
+        self.layout = ""
+        self._parallel: ParallelModel | None = None
+        self._validation_sums: Tensor = torch.zeros(0)
+        self._last_step_end = 0.0
+
+    # ------------------------------------------------------------------------------------------ assembly
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """The assembled model; exists after `configure_model`."""
+        if self._parallel is None:
+            raise RuntimeError("the model is assembled in configure_model, once the processes are connected")
+        return self._parallel
+
+    @override
+    def setup(self, stage: str) -> None:
+        leave_model_to_module(self.trainer.strategy)
+
+    @override
+    def configure_model(self) -> None:
+        if self._parallel is not None:
+            return
+        strategy = self.trainer.strategy
+        setup = distributed_setup(strategy)
+        precision = strategy.precision_plugin
+        assert isinstance(precision, ShoalPrecision)
+        llm, perception = agreed_checkpointing(strategy)
+        plan = replace(
+            self.plan,
+            checkpoint_llm=self.plan.checkpoint_llm or llm,
+            checkpoint_perception=self.plan.checkpoint_perception or perception,
+        )
+        numerics = Numerics(precision.plan.stored, precision.plan.policy, precision.plan.autocast)
+        self._parallel = assemble(plan, setup, numerics, strategy.root_device)
+        self.model = self._parallel.module
+        self.layout = layout_table(setup, precision.plan.name, self.model)
+        if self.trainer.is_global_zero:
+            print(self.layout, flush=True)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.optimizer_config, self.model)
+        scheduler = build_scheduler(self.scheduler_config, optimizer, self.trainer.max_steps)
+        if scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    @override
+    def transfer_batch_to_device(self, batch: StepBatch, device: torch.device, dataloader_idx: int) -> StepBatch:
+        return batch  # micro-batches move one at a time, just before they run
+
+    @override
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        model, step = self.parallel, self.global_step
+        stop = any(getattr(callback, "stop_requested", bool)() for callback in self._callbacks())
+        header = agree_on_step(
+            batch, model.group, model.device, sample_rate=self.sample_rate, stop_requested=stop
+        )
+        if header.num_tokens == 0:
+            log.warning("step %d has no supervised token on any rank: its loss and gradients are 0", step)
+        result = train_step(
+            model,
+            batch,
+            self._optimizer(),
+            step=step,
+            seed=self.seed,
+            max_norm=self.gradient_clip_val,
+            header=header,
+        )
+        self._log_step(result)
+        if (scheduler := self._scheduler()) is not None:
+            scheduler.step()
+        self.stream_position = batch.position
+        self.stop_agreed = header.stop_requested
+        return torch.tensor(result.loss)
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._validation_sums = torch.zeros(len(self.validation_sets), 3, dtype=torch.float64)
+
+    @override
+    def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        model = self.parallel
+        agree_on_step(batch, model.group, model.device, sample_rate=self.sample_rate)
+        for micro_batch in batch.micro_batches:
+            out = model.forward(to_device(micro_batch, model.device))
+            sums = torch.stack([out["loss_sum"].double(), out["num_correct"].double(), out["num_tokens"].double()])
+            self._validation_sums[dataloader_idx] += sums.cpu()
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        model = self.parallel
+        sums = all_reduce_sum(self._validation_sums.to(model.device), model.group).cpu()
+        rows = dict(zip(self.validation_sets, sums, strict=True))
+        for name, row in rows.items():
+            self._log_validation(f"_{name}", row)
+        self._log_validation("", sums.sum(dim=0))
+
+    # -------------------------------------------------------------------------------------------- logging
+
+    def _log_validation(self, suffix: str, sums: Tensor) -> None:
+        """Loss and accuracy per supervised token; a set without any is left out rather than reported as 0."""
+        loss, correct, tokens = sums.tolist()
+        if tokens:
+            self.log(f"val_loss{suffix}", loss / tokens, prog_bar=not suffix, batch_size=1)
+            self.log(f"val_acc{suffix}", correct / tokens, prog_bar=not suffix, batch_size=1)
+
+    def _log_step(self, result: StepResult) -> None:
+        now = time.perf_counter()
+        elapsed = now - self._last_step_end if self._last_step_end else float("nan")
+        self._last_step_end = now
+        header = result.header
+        values = {
+            "loss": result.loss,
+            "learning_rate": self._optimizer().param_groups[0]["lr"],
+            "grad_norm": result.gradient_norm,
+            "tokens_per_second": header.num_tokens / elapsed,
+            "audio_seconds_per_second": header.audio_seconds / elapsed,
+            "padding_share": header.padding_share,
+            "memory_gb": _peak_memory_gb(self.parallel.device),
+            "train_accuracy": result.accuracy,
+            "num_tokens": float(header.num_tokens),
+            "num_samples": float(header.num_samples),
+            "audio_seconds": header.audio_seconds,
+        }
+        self.log_dict(values, prog_bar=False, batch_size=1)
+
+    # -------------------------------------------------------------------------------------------- helpers
+
+    def _callbacks(self) -> list[Any]:
+        return list(getattr(self.trainer, "callbacks", ()))
+
+    def _optimizer(self) -> Any:
+        return self.optimizers()
+
+    def _scheduler(self) -> LRScheduler | None:
+        scheduler = self.lr_schedulers()
+        assert scheduler is None or isinstance(scheduler, LRScheduler)
+        return scheduler
+
+
+def _peak_memory_gb(device: torch.device) -> float:
+    """Peak memory in 10^9 bytes: of the device's allocator, or of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

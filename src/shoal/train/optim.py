@@ -1,0 +1,91 @@
+"""Optimizers and schedules by name, over the trainable parameters."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from shoal.config.targets import resolve_target
+from shoal.config.types import TargetConfig
+
+
+class CosineAnnealing(LambdaLR):
+    """Linear warm-up to the optimizer's learning rate, then a half cosine down to `min_lr` at `max_steps`.
+
+    Step n (counted from 0) uses lr * (n + 1) / (warmup_steps + 1) during warm-up, so that the first step already
+    moves; after `max_steps` the rate stays at `min_lr`.
+
+    Args:
+        optimizer: Its groups' ``lr`` is the peak.
+        max_steps: Optimizer steps of the whole schedule, warm-up included.
+        warmup_steps: Steps of the warm-up.
+        min_lr: The rate at the end.
+        last_epoch: As in torch's schedulers.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr: float = 0.0, last_epoch: int = -1
+    ) -> None:
+        if not 0 <= warmup_steps < max_steps:
+            raise ValueError(
+                f"model.lr_scheduler.warmup_steps = {warmup_steps}: at least 0 and less than max_steps = {max_steps}; "
+                "repair: shorten the warm-up or raise lr_scheduler.max_steps"
+            )
+
+        def factor(peak: float, step: int) -> float:
+            if step < warmup_steps:
+                return (step + 1) / (warmup_steps + 1)
+            progress = min((step - warmup_steps) / (max_steps - warmup_steps), 1.0)
+            floor = min_lr / peak if peak else 0.0
+            return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+        peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        super().__init__(optimizer, [lambda step, peak=peak: factor(peak, step) for peak in peaks], last_epoch)
+
+
+def build_optimizer(config: TargetConfig, module: nn.Module) -> Optimizer:
+    """Instantiates the optimizer named by `config` over the parameters of `module` that train.
+
+    Raises:
+        ValueError: The target is not allowed, or does not take these arguments.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = _instantiate(config, "model.optimizer", parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"model.optimizer._target_ = {config.target!r}: not an optimizer; repair: torch.optim.AdamW")
+    return optimizer
+
+
+def build_scheduler(config: TargetConfig | None, optimizer: Optimizer, max_steps: int) -> LRScheduler | None:
+    """Instantiates the schedule, stepped once per optimizer step; our CosineAnnealing ends at the run's end.
+
+    Raises:
+        ValueError: The target is not allowed or takes other arguments; or the schedule has no end and neither has
+            the run.
+    """
+    if config is None:
+        return None
+    kwargs = dict(config.kwargs)
+    if resolve_target(config.target) is CosineAnnealing and kwargs.get("max_steps") is None:
+        if max_steps < 1:
+            raise ValueError(
+                "model.lr_scheduler.max_steps = None: the run has no end to anneal towards; "
+                "repair: set trainer.max_steps or model.lr_scheduler.max_steps"
+            )
+        kwargs["max_steps"] = max_steps
+    scheduler = _instantiate(TargetConfig(config.target, kwargs), "model.lr_scheduler", optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        raise ValueError(f"model.lr_scheduler._target_ = {config.target!r}: not a learning-rate scheduler")
+    return scheduler
+
+
+def _instantiate(config: TargetConfig, key: str, first: object) -> object:
+    target = resolve_target(config.target)
+    assert callable(target)
+    try:
+        return target(first, **config.kwargs)
+    except TypeError as error:
+        raise ValueError(f"{key}: {config.target} does not take {dict(config.kwargs)}: {error}") from error
