@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig
+from shoal.data.dataset import empty_micro_batch as data_empty_micro_batch
 from shoal.speech.perception import AudioPerception
 from shoal.speech.salm import SALM
 
@@ -188,16 +189,7 @@ def _noise(generator: torch.Generator, audio_lens: Tensor) -> Tensor:
 
 def empty_micro_batch() -> dict[str, Any]:
     """Returns the zero-weight micro-batch that keeps a rank without data in step with the others."""
-    return {
-        "audios": torch.zeros(0, 0),
-        "audio_lens": torch.zeros(0, dtype=torch.int64),
-        "input_ids": torch.full((1, 1), 3),
-        "loss_mask": torch.zeros(1, 1, dtype=torch.bool),
-        "text_lens": torch.ones(1, dtype=torch.int64),
-        "sample_ids": [""],
-        "sample_seeds": torch.zeros(1, dtype=torch.int64),
-        "is_empty": True,
-    }
+    return data_empty_micro_batch(pad_id=3)
 
 
 def ragged_micro_batches(n: int, seed: int, *, without_audio: tuple[int, ...] = ()) -> list[dict[str, Any]]:

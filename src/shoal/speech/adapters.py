@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers import ParakeetEncoderConfig
 from transformers.models.parakeet.modeling_parakeet import (
@@ -11,7 +10,6 @@ from transformers.models.parakeet.modeling_parakeet import (
 )
 
 from shoal.config.speech import ModalityAdapterConfig
-from shoal.speech.encoders import reset_parakeet_positions
 from shoal.speech.log_mel import frame_mask
 
 
@@ -29,9 +27,6 @@ class ModalityAdapter(nn.Module):
     def forward(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Returns adapted frames [B, L, output_size] of hidden [B, L, D] with lengths [B]."""
         return hidden
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the buffers that no checkpoint holds."""
 
 
 class MlpAdapter(ModalityAdapter):
@@ -78,10 +73,6 @@ class ConformerAdapter(ModalityAdapter):
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=positions)
         return hidden
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the frequencies of the relative positions."""
-        reset_parakeet_positions(self.encode_positions, device)
 
 
 def build_adapter(config: ModalityAdapterConfig, input_size: int) -> ModalityAdapter:

@@ -126,12 +126,8 @@ class SpeechEncoder(ABC):
         return layers
 
     @abstractmethod
-    def front_end(self) -> tuple[nn.Module, str] | None:
-        """Returns (parent, attribute) of the convolutional front end, or None where it is no module."""
-
-    @abstractmethod
-    def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the buffers that no checkpoint holds, on `device`, after the model was materialised."""
+    def front_end(self) -> nn.Module | None:
+        """Returns the convolutional front end, or None where it is no module."""
 
 
 def _forbid_layerdrop(model: Any) -> None:
@@ -185,19 +181,10 @@ class ParakeetSpeechEncoder(SpeechEncoder):
             reached *= 2
         return lengths
 
-    def front_end(self) -> tuple[nn.Module, str]:
+    def front_end(self) -> nn.Module:
         """The stack of strided convolutions."""
-        return self.model, "subsampling"
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the frequencies of the relative positions (float32)."""
-        reset_parakeet_positions(self.model.encode_positions, device)
-
-
-def reset_parakeet_positions(positions: Any, device: torch.device) -> None:
-    """Recomputes the frequencies of a `ParakeetEncoderRelPositionalEncoding` in float32 on `device`."""
-    frequencies = positions.compute_default_relative_positional_parameters(positions.config)
-    positions.inv_freq = nn.Buffer(frequencies.to(device), persistent=False)
+        front_end: nn.Module = self.model.subsampling
+        return front_end
 
 
 class WhisperSpeechEncoder(SpeechEncoder):
@@ -238,9 +225,6 @@ class WhisperSpeechEncoder(SpeechEncoder):
     def front_end(self) -> None:
         """None: two bare convolutions, which keep nothing for the backward pass but their input."""
         return None
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Nothing: the positions are a parameter of the checkpoint."""
 
 
 def speech_encoder(model: PreTrainedModel, preprocessor_config: Mapping[str, Any] | None) -> SpeechEncoder:

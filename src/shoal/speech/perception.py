@@ -28,8 +28,8 @@ class AudioPerception(nn.Module):
     """Turns audio into embeddings for an LLM.
 
     Building it reads configurations only, never weights, so parameters may stand on the meta device. Names
-    follow NeMo's layout: `encoder.*` (as in transformers), `modality_adapter.*`, `proj.*`; the preprocessor has
-    no parameters.
+    follow NeMo's layout: `encoder.*` (as in transformers), `modality_adapter.*`, `proj.*`; the preprocessor
+    has no parameters.
 
     A frozen encoder stays in eval mode and runs without an autograd graph.
 
@@ -170,16 +170,13 @@ class AudioPerception(nn.Module):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recomputes each encoder layer and the convolutional front end in the backward pass.
 
-        Call before sharding, and once. A front end that is a bare linear layer is left alone: it keeps nothing but
-        its input. Neither numbers nor parameter names change. False does nothing.
+        Call before sharding, and once. A front end that is a bare linear layer is left alone: it keeps
+        nothing but its input. Neither numbers nor parameter names change. False does nothing.
         """
         if not enabled:
             return
         for layer in self.speech_encoder.layers():
             checkpoint_module(layer)
         front_end = self.speech_encoder.front_end()
-        if front_end is not None:
-            parent, name = front_end
-            module = getattr(parent, name)
-            if not isinstance(module, nn.Linear):
-                checkpoint_module(module)
+        if front_end is not None and not isinstance(front_end, nn.Linear):
+            checkpoint_module(front_end)

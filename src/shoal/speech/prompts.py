@@ -109,28 +109,22 @@ class PromptFormatter:
         self.eos_ids = self._find_eos_ids(prompt_format)
 
     def encode(self, conversation: Conversation) -> EncodedPrompt:
-        """Returns the whole conversation; supervised are the assistant's texts with their end tokens.
-
-        Raises:
-            ValueError: The text of the conversation contains the locator tag.
-        """
-        return self._encode(conversation, _messages(conversation, self.audio_locator_tag), prompt_only=False)
+        """Returns the whole conversation; supervised are the assistant's texts with their end tokens."""
+        return self._encode(_messages(conversation, self.audio_locator_tag), prompt_only=False)
 
     def encode_prompt_only(self, conversation: Conversation) -> EncodedPrompt:
         """Returns the conversation up to where the assistant's final answer begins; nothing is supervised."""
         messages = _messages(conversation, self.audio_locator_tag)
         if messages and messages[-1].role == ASSISTANT:
             messages.pop()
-        return self._encode(conversation, [*messages, _Message(ASSISTANT, "")], prompt_only=True)
+        return self._encode([*messages, _Message(ASSISTANT, "")], prompt_only=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of generated tokens without special ones."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text.strip()
 
-    def _encode(
-        self, conversation: Conversation, messages: list[_Message], *, prompt_only: bool
-    ) -> EncodedPrompt:
+    def _encode(self, messages: list[_Message], *, prompt_only: bool) -> EncodedPrompt:
         pieces = list(self._pieces(messages))
         if prompt_only:
             pieces = pieces[: max(i for i, (_, supervised) in enumerate(pieces) if supervised)]
@@ -140,12 +134,6 @@ class PromptFormatter:
             tokens = self._tokenize("".join(text for text, _ in run))
             ids += tokens
             mask += [supervised and not prompt_only and token != self.placeholder_id for token in tokens]
-        tags, clips = ids.count(self.placeholder_id), len(conversation.audio_turns)
-        if tags != clips:
-            raise ValueError(
-                f"conversation {conversation.id!r}: {tags} audio locator tags for {clips} audio turns; its "
-                f"text must not contain {self.audio_locator_tag!r}"
-            )
         return EncodedPrompt(tuple(ids), tuple(mask))
 
     def _tokenize(self, text: str) -> list[int]:
