@@ -1,0 +1,208 @@
+"""Callbacks: atomic checkpoints with Lightning's keys, and a compact progress bar."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+from typing_extensions import override
+
+from shoal.checkpoint.store import CheckpointError, CheckpointStore, stored
+from shoal.train.resume import save_run, validation_is_due
+
+_log = logging.getLogger(__name__)
+_LAST = re.compile(r"step=\d+-last(-v\d+)?")
+
+
+class ModelCheckpoint(LightningModelCheckpoint):
+    """Lightning's ModelCheckpoint that writes complete-or-invisible directories, under any strategy.
+
+    All keys of Lightning's class keep their meaning (`monitor`, `mode`, `save_top_k`, `save_last`,
+    `filename`, `every_n_train_steps`, `every_n_epochs`, `train_time_interval`, `save_on_train_epoch_end`,
+    ...), with these
+    differences:
+
+    - a checkpoint is a directory without an extension; `/` in a formatted name becomes `_`;
+    - `save_last` costs nothing when the step was saved as one of the best: that directory is the last one
+      too. Otherwise it is `step=N-last`, and at most one of those exists. `save_last: link` is the same;
+    - a monitored value is always fresh: when validation follows the batch, the save waits for it;
+    - the newest complete checkpoint is never deleted;
+    - `save_weights_only` is refused: such a checkpoint could not be resumed.
+
+    Raises:
+        ValueError: `save_weights_only`, or `save_on_exception` (ranks may be anywhere when one fails).
+    """
+
+    FILE_EXTENSION = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.save_weights_only:
+            raise ValueError(
+                "save_weights_only: true is refused, the run could not resume; export the model instead"
+            )
+        if self.save_on_exception:
+            raise ValueError(
+                "save_on_exception: true is refused: after an error on one rank the others cannot save"
+            )
+
+    # --------------------------------------------------------------------------------------------- saving
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._should_skip_saving_checkpoint(trainer) or not self._is_due(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        missing = self.monitor is not None and self.monitor not in candidates
+        if missing or (self.monitor is not None and validation_is_due(trainer)):
+            self._defer_save_until_validation = True
+            return
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    def save_now(self, trainer: pl.Trainer, during_validation: bool = False) -> str:
+        """Save this step, if it is not saved yet, outside the ranking by score; returns the path. Collective.
+
+        The resumed run does not count it as this callback's save of the step: after a validation that was cut
+        off it saves the step again, with its score.
+        """
+        if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
+            return self._last_checkpoint_saved
+        previous, self.last_model_path = self.last_model_path, self._last_name(trainer)
+        save_run(
+            trainer, self.last_model_path, validation_pending=during_validation or validation_is_due(trainer)
+        )
+        self._remove_unless_best(trainer, previous)
+        return self.last_model_path
+
+    @override
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        # Before saving: they are part of the saved state of this callback.
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        save_run(trainer, filepath, validation_pending=validation_is_due(trainer))
+
+    @override
+    def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if not self.save_last:
+            return
+        previous = self.last_model_path
+        if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
+            self.last_model_path = self._last_checkpoint_saved
+        else:
+            self.last_model_path = self._last_name(trainer)
+            self._save_checkpoint(trainer, self.last_model_path)
+        self._remove_unless_best(trainer, previous)
+        # What a killed run could not remove any more; names that users choose do not match.
+        for checkpoint in CheckpointStore(str(self.dirpath)).complete() if trainer.is_global_zero else ():
+            if _LAST.fullmatch(checkpoint.name) and checkpoint.step < trainer.global_step:
+                self._remove_unless_best(trainer, str(checkpoint.path))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        saved = {"saved_step": self._last_global_step_saved, "saved_path": self._last_checkpoint_saved}
+        return super().state_dict() | saved
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._last_global_step_saved = state_dict["saved_step"]
+        self._last_checkpoint_saved = state_dict["saved_path"]
+
+    def _last_name(self, trainer: pl.Trainer) -> str:
+        name = filepath = os.path.join(str(self.dirpath), f"step={trainer.global_step}-last")
+        version = self.STARTING_VERSION
+        while self.file_exists(filepath, trainer):
+            filepath = f"{name}-v{version}"
+            version += 1
+        return filepath
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        if self._every_n_train_steps >= 1:
+            return trainer.global_step % self._every_n_train_steps == 0
+        if self._train_time_interval is None or self._last_time_checked is None:
+            return False
+        now = time.monotonic()
+        elapsed = now - self._last_time_checked >= self._train_time_interval.total_seconds()
+        due: bool = trainer.strategy.broadcast(elapsed)  # clocks of ranks differ
+        if due:
+            self._last_time_checked = now
+        return due
+
+    # ----------------------------------------------------------------------------------- names, retention
+
+    @override
+    def format_checkpoint_name(
+        self,
+        metrics: dict[str, Tensor],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        formatted = super().format_checkpoint_name(metrics, filename, ver, prefix)
+        if self.dirpath is None:
+            return formatted.replace("/", "_")
+        name = os.path.relpath(formatted, self.dirpath)
+        return os.path.join(str(self.dirpath), name.replace("/", "_"))
+
+    @override
+    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        """Delete a checkpoint that left the best ones, unless it is still the last one."""
+        if filepath == self.last_model_path or not trainer.is_global_zero or stored(filepath) is None:
+            return
+        path = Path(filepath)
+        try:
+            CheckpointStore(path.parent).delete(path.name)
+        except CheckpointError as error:
+            _log.warning("%s", error)  # an old checkpoint too many is no reason to stop the run
+
+    def _remove_unless_best(self, trainer: pl.Trainer, filepath: str) -> None:
+        is_best = filepath in self.best_k_models or filepath == self.best_model_path
+        if (
+            filepath
+            and not is_best
+            and self._should_remove_checkpoint(trainer, filepath, self.last_model_path)
+        ):
+            self._remove_checkpoint(trainer, filepath)
+
+
+class ProgressBar(TQDMProgressBar):
+    """One line per epoch with loss, tokens/s, seconds of audio/s, padding share, learning rate and memory.
+
+    Shows what the training step logged under the names in `COLUMNS`, whatever else is logged, and everything
+    that was logged with `prog_bar=True`.
+    """
+
+    # logged name -> column and format
+    COLUMNS = {
+        "loss": ("loss", "{:.4f}"),
+        "tokens_per_second": ("tok/s", "{:,.0f}"),
+        "audio_seconds_per_second": ("audio", "{:.1f}s/s"),
+        "padding_share": ("pad", "{:.0%}"),
+        "learning_rate": ("lr", "{:.2e}"),
+        "memory_gb": ("mem", "{:.1f}GB"),
+    }
+
+    @override
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        shown = dict(super().get_metrics(trainer, pl_module))
+        shown.pop("v_num", None)
+        logged = trainer.callback_metrics
+        for name, (column, form) in self.COLUMNS.items():
+            if name in logged and math.isfinite(value := float(logged[name])):
+                shown.pop(name, None)
+                shown[column] = form.format(value)
+        return shown

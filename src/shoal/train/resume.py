@@ -1,0 +1,171 @@
+"""Saving and restoring a Lightning run through Shoal's checkpoints.
+
+Lightning's own way (`trainer.save_checkpoint`, `fit(ckpt_path=...)`) is different for each strategy, writes
+in
+place, pickles, and restores the optimizer of a sharded model by stepping it. Here every strategy takes one
+way: `save_run` writes model, optimizers, schedulers, data position and random state through
+`shoal.checkpoint.state`, and Lightning's loops, callbacks and precision plugin as plain data next to them;
+`ResumeRun` restores all of it in `on_fit_start`, when the model is sharded and the optimizers exist but no
+loop has looked at its counters and no loader has been built. So `max_steps`, validation intervals, logged
+steps and the best scores of callbacks continue as if the run had never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from shoal.checkpoint.state import LoadedState, load_state, save_state
+from shoal.checkpoint.store import CheckpointError
+from shoal.train.strategy import distributed_setup
+
+_log = logging.getLogger(__name__)
+_TRAIN_BATCHES = "epoch_loop.batch_progress"
+_VAL_BATCHES = "epoch_loop.val_loop.batch_progress"
+
+
+def save_run(trainer: pl.Trainer, path: str | os.PathLike[str], *, validation_pending: bool) -> Path:
+    """Save the whole run as the checkpoint `path`. Collective; call it between steps only.
+
+    Args:
+        trainer: its module has `model` (the plain trainable module) and `stream_position`.
+        path: the directory to publish.
+        validation_pending: the run owes a validation of this step; the resumed run will do it from its start.
+
+    Raises:
+        CheckpointError: on every rank, when any of them failed.
+    """
+    module: Any = trainer.lightning_module
+    callbacks = {callback.state_key: callback.state_dict() for callback in _callbacks(trainer)}
+    extra = {
+        "loops": _loops(trainer, validation_pending),
+        "callbacks": {key: state for key, state in callbacks.items() if state},
+        "precision": trainer.precision_plugin.state_dict(),
+    }
+    return save_state(
+        path,
+        model=module.model,
+        optimizer=trainer.optimizers,
+        scheduler=_schedulers(trainer),
+        position=dataclasses.asdict(module.stream_position),
+        step=trainer.global_step,
+        layout=_layout(trainer),
+        extra=extra,
+    )
+
+
+def restore_run(trainer: pl.Trainer, module: pl.LightningModule, path: str | os.PathLike[str]) -> LoadedState:
+    """Restore everything that `save_run` saved, except the random state (see `ResumeRun`). Collective.
+
+    Args:
+        trainer: in `on_fit_start`: its strategy is set up and its loops have not started.
+        module: has `model` (in its final layout) and `stream_position`, which is set.
+        path: a complete checkpoint.
+
+    Raises:
+        CheckpointError: not a complete checkpoint, or of another model, optimizer or scheduler.
+    """
+    shaped: Any = module
+    loaded = load_state(
+        path,
+        model=shaped.model,
+        optimizer=trainer.optimizers,
+        scheduler=_schedulers(trainer),
+        layout=_layout(trainer),
+    )
+    trainer.fit_loop.load_state_dict(loaded.extra["loops"])
+    trainer.precision_plugin.load_state_dict(loaded.extra["precision"])
+    for callback in _callbacks(trainer):
+        if state := loaded.extra["callbacks"].get(callback.state_key):
+            callback.load_state_dict(deepcopy(state))
+    shaped.stream_position = type(shaped.stream_position)(**loaded.position)
+    if trainer.global_step != loaded.step:
+        raise CheckpointError(
+            f"{path} is of step {loaded.step}, but its loops are at step {trainer.global_step}"
+        )
+    return loaded
+
+
+class ResumeRun(pl.Callback):
+    """Continues the run saved at `path`.
+
+    The random state is set just before the first training step, after everything that draws numbers on the
+    way there (loaders draw a seed when they start). Without a path it does nothing.
+
+    Args:
+        path: a complete checkpoint directory, or None for a fresh run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self.path = path
+        self._loaded: LoadedState | None = None
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.path is None:
+            return
+        self._loaded = restore_run(trainer, pl_module, self.path)
+        if trainer.is_global_zero:
+            _log.info(
+                "resumed %s at step %d, data position %s", self.path, self._loaded.step, self._loaded.position
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._loaded is not None and self._loaded.rng is not None:
+            self._loaded.rng.restore()
+        self._loaded = None
+
+
+def validation_is_due(trainer: pl.Trainer) -> bool:
+    """Whether Lightning validates right after the training batch that has just ended."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    if trainer.validating or progress["completed"] == progress["processed"] or not trainer.enable_validation:
+        return False
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def _loops(trainer: pl.Trainer, validation_pending: bool) -> dict[str, Any]:
+    """State of the training loops, made such that a resumed run starts a pending validation anew.
+
+    Lightning itself forgets a validation that was due after the saved batch, and continues one that had begun
+    in the middle, with the sums of its first part lost. Both are turned into its third case, a validation
+    that has
+    just begun: the training batch counts as completed, one validation batch as started and none as processed.
+    """
+    state: dict[str, Any] = deepcopy(trainer.fit_loop.state_dict())
+    if validation_pending:
+        for counts in (state[_TRAIN_BATCHES]["total"], state[_TRAIN_BATCHES]["current"]):
+            counts["completed"] = counts["processed"]
+        none = {"ready": 0, "completed": 0, "started": 0, "processed": 0}
+        begun = none | {"ready": 1, "started": 1}
+        state[_VAL_BATCHES] |= {"total": begun, "current": none, "is_last_batch": False}
+    return state
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _schedulers(trainer: pl.Trainer) -> list[LRScheduler]:
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def _layout(trainer: pl.Trainer) -> Mapping[str, int]:
+    if isinstance(trainer.strategy, SingleDeviceStrategy):
+        return {"world": 1}
+    setup = distributed_setup(trainer.strategy)
+    return {"world": 1} if setup is None else dataclasses.asdict(setup.mesh_context.sizes)
