@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_RANGE = re.compile(r"(?:\{|_+OP_+)(\d+)\.\.(\d+)(?:\}|_+CL_+)")
+_RANGE = re.compile(r"(?:\{|_OP_)(\d+)\.\.(\d+)(?:\}|_CL_)")
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def expand_braces(pattern: str) -> list[str]:
     """Returns the paths that ``a_{0..3}.tar`` or ``a__OP_0..3_CL_.tar`` stands for, both ends included.
 
-    Leading zeros of the first number set the width. Several ranges expand like nested loops, the first
-    slowest.
+    ``_OP_`` and ``_CL_`` stand for the braces where a shell would eat them. Leading zeros of the first number
+    set the width. Several ranges expand like nested loops, the first slowest.
 
     Raises:
         ValueError: if a range runs backwards.

@@ -232,7 +232,7 @@ def _archives_of(
     by_id = {_shard_id(path, index): path for index, path in enumerate(archives)}
     if len(by_id) < len(archives):
         raise ValueError(
-            f"{key}.tarred_audio_filepaths: the last numbers in the names are the shard ids, and they repeat; "
+            f"{key}.tarred_audio_filepaths: the last numbers in the names are the shard ids and repeat; "
             "make them differ"
         )
     return [by_id]
