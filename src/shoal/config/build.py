@@ -57,7 +57,7 @@ def build(cls: type, raw: Any, path: str, report: Report) -> Any:
         raw = {}
     if not isinstance(raw, Mapping):
         return report.refuse("wrong-type", path, raw, "a block of keys", f"indent the keys under {path}:")
-    known = {item.name: item for item in fields(cls)}
+    known = {item.name: item for item in fields(cls) if not item.metadata.get("internal")}
     refuse_unknown(raw, known, path, report)
     return cls(**{name: _field_value(cls, item, raw, path, report) for name, item in known.items()})
 

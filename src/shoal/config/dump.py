@@ -34,12 +34,16 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(value: Any, *left_out: str) -> dict[str, Any]:
-    names = [field.name for field in fields(value) if field.name not in left_out]
+    names = [
+        field.name
+        for field in fields(value)
+        if field.name not in left_out and not field.metadata.get("internal")
+    ]
     return {name: _plain(getattr(value, name)) for name in names}
 
 
 def _strategy(value: StrategyConfig) -> dict[str, Any]:
-    """The block with the sizes, and DDP's flags, flat in it, as the class named by ``_target_`` spells them."""
+    """The block with sizes and DDP's flags flat in it, as the class named by ``_target_`` spells them."""
     block: dict[str, Any] = {"_target_": STRATEGY_TARGETS[value.kind]}
     block |= {name: getattr(value.sizes, size) for name, size in SIZE_KEYS[value.kind].items()}
     block |= {"process_group_backend": value.process_group_backend, "timeout": value.timeout_seconds}

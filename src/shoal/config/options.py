@@ -11,7 +11,7 @@ class LoadOptions:
 
     Attributes:
         allow_targets: Modules, or full names, whose classes a ``_target_`` may name in addition.
-        allow_commands: Accept ``pipe:`` paths, ``command`` sources and URLs, which run programs or fetch data.
+        allow_commands: Accept ``pipe:`` paths, ``command`` sources and URLs.
         strict_topology: Refuse layouts that leave the fast links of a node instead of warning.
         to_train: Refuse a recipe that cannot be trained yet.
         accelerators: Accelerators per node; None counts those of this machine.

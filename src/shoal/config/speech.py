@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shoal.config.options import LoadOptions
 from shoal.config.schema import (
     CheckpointingMode,
     DDPConfig,
@@ -32,6 +33,9 @@ from shoal.config.values import (
 )
 
 # --------------------------------------------------------------------------------------------------- model
+
+
+PromptFormatName = Literal["plain", "llama2", "llama3", "chatml", "qwen"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class SalmConfig:
 
     pretrained_llm: str
     pretrained_asr: str
-    prompt_format: str
+    prompt_format: PromptFormatName
     audio_locator_tag: str
     optimizer: TargetConfig
     lr_scheduler: TargetConfig | None = None
@@ -262,7 +266,7 @@ class DatasetConfig:
     tarred_audio_filepaths: str | tuple[str, ...] | None = None
     datasets: Mapping[str, DatasetConfig] = field(default_factory=FrozenDict)
     sample_rate: PositiveInt = 16000
-    prompt_format: str | None = None
+    prompt_format: PromptFormatName | None = None
     audio_locator_tag: str | None = None
     token_equivalent_duration: PositiveFloat = 0.08
     batch_size: PositiveInt | None = None
@@ -352,12 +356,16 @@ class ExpManagerConfig:
 
 @dataclass(frozen=True)
 class SpeechConfig:
-    """A whole run of the speech recipe, validated; `to_dict` gives it back as plain YAML data."""
+    """A whole run of the speech recipe, validated; `to_dict` gives it back as plain YAML data.
+
+    `options` is not a section: it records what the command line allowed, for the parts that run later.
+    """
 
     model: SalmConfig
     trainer: TrainerConfig
     data: DataConfig
     exp_manager: ExpManagerConfig | None = None
+    options: LoadOptions = field(default=LoadOptions(), metadata={"internal": True})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the resolved configuration as plain YAML data; loading it gives an equal configuration."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -62,12 +62,10 @@ class FrozenDict(dict[str, Any]):
 class TargetConfig:
     """A class or factory by name with its keyword arguments: ``{_target_: torch.optim.AdamW, lr: 1e-4}``.
 
-    `target` is a name of ours or of an allowed library, aliases already replaced; see `shoal.config.targets`.
+    `target` is a name of ours or of an allowed library, aliases already replaced; `allow` holds the modules
+    that the user allowed in addition. `shoal.config.targets.resolve_target(target, allow)` makes the object of it.
     """
 
     target: str
     kwargs: Mapping[str, Any] = field(default_factory=FrozenDict)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.target
-        yield self.kwargs
+    allow: tuple[str, ...] = ()

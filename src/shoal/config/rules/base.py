@@ -17,7 +17,7 @@ Recipe = Literal["speech", "llm", "both"]
 
 
 class Broken(NamedTuple):
-    """How a rule is broken: the key, its value, the limit, and a repair when it differs from the rule's own."""
+    """How a rule is broken: the key, its value, the limit, and a repair when the rule's own is not exact."""
 
     key: str
     value: object
@@ -35,7 +35,7 @@ class Rule:
     Attributes:
         id: Identifier, shown in every message.
         recipe: Whose configurations it looks at.
-        keys: Paths it reads, as fields of the configuration; it is skipped when one of them could not be built.
+        keys: Paths it reads, as fields of the configuration; a key that failed to build skips the rule.
         check: Yields how the configuration breaks the rule.
         why: The reason, for the documentation.
         repair: What to do, when `check` does not say it more exactly.

@@ -160,7 +160,7 @@ def _read_distributed_config(raw: Any, path: str, report: Report) -> Any:
 
 
 def read_distributed(raw: Any, path: str, report: Report) -> Any:
-    """Reads the ``distributed`` section: flat sizes, flat options of the strategy, blocks pipeline and moe."""
+    """Reads ``distributed``: flat sizes, flat options of the strategy, and the blocks pipeline and moe."""
     block = as_mapping(raw, path, report)
     if block is None:
         return FAILED

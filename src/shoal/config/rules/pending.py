@@ -1,0 +1,162 @@
+"""Keys whose features arrive later: accepted when off, refused by name as soon as they are switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.config.facts import Facts
+from shoal.config.llm import LLMConfig
+from shoal.config.rules.base import Broken, Recipe, Rule, layout_of, size_key, sizes_of
+from shoal.config.schema import FSDP2Config
+from shoal.config.speech import SpeechConfig
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A key that is not implemented yet.
+
+    Attributes:
+        key: Path of the key, as fields of the configuration and as the user writes it.
+        feature: What the key would switch on.
+        off: The values that are accepted.
+    """
+
+    key: str
+    feature: str
+    off: tuple[Any, ...]
+
+
+_SPEECH = (
+    Pending("model.packed_sequences", "packed sequences", (False,)),
+    Pending("model.aux_loss_coeff", "the load-balance loss of expert layers", (0,)),
+    Pending("model.train_gate", "training the router of expert layers", (False,)),
+    Pending("model.moe_metrics.enabled", "logging of expert load", (False,)),
+    Pending("model.compile", "torch.compile", (None,)),
+    Pending("model.sdpa_method", "a choice among torch's attention kernels", (None,)),
+    Pending("model.init_configure_model", "building weights in the constructor", (False,)),
+    Pending("model.pretrained_perception_from_s2s", "starting from a duplex model", (None,)),
+    Pending("model.pretrained_s2s_model", "starting from a duplex model", (None,)),
+    Pending("model.incremental_loading", "loading tensor by tensor", (False,)),
+    Pending("model.automodel_backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash")),
+    Pending("model.automodel_backend.linear", "this linear layer", ("torch",)),
+    Pending("model.automodel_backend.rms_norm", "this norm kernel", ("torch",)),
+    Pending("model.automodel_backend.rope_fusion", "fused rotary embeddings", (False,)),
+    Pending("model.automodel_backend.experts", "this expert kernel", ("auto", "torch")),
+    Pending("model.automodel_backend.dispatcher", "this token dispatcher", ("auto", "torch")),
+    Pending("trainer.gradient_clip_algorithm", "clipping by value", ("norm",)),
+    Pending(
+        "trainer.precision",
+        "the gradient scaler of fp16",
+        tuple(("32-true", "64-true", "bf16-mixed", "bf16-true", "bf16-flash")),
+    ),
+    Pending("trainer.strategy.distributed_config.tp_plan", "an own tensor-parallel plan", (None,)),
+    Pending("trainer.strategy.moe_config", "expert parallelism", (None,)),
+)
+
+_LLM = (
+    Pending("compile.enabled", "torch.compile", (False,)),
+    Pending("packed_sequence.packed_sequence_size", "packed sequences", (0,)),
+    Pending("distributed.options.tp_plan", "an own tensor-parallel plan", (None,)),
+    Pending("distributed.pipeline.scale_grads_in_schedule", "scaling in the schedule", (False,)),
+    Pending("checkpoint.is_async", "writing checkpoints in the background", (False,)),
+)
+
+_AXES = (
+    ("tp_size", "axis-tp", "tensor parallelism"),
+    ("pp_size", "axis-pp", "pipeline parallelism"),
+    ("cp_size", "axis-cp", "context parallelism"),
+    ("ep_size", "axis-ep", "expert parallelism"),
+)
+
+
+def _value(config: Any, key: str) -> Any:
+    node = config
+    for name in key.split("."):
+        node = getattr(node, name, None)
+        if node is None:
+            return None
+    return node
+
+
+def _key_rule(item: Pending, recipe: Recipe) -> Rule:
+    def check(config: Any, facts: Facts) -> Iterator[Broken]:
+        value = _value(config, item.key)
+        if value is not None and value not in item.off:
+            allowed = ", ".join("absent" if off is None else str(off).lower() for off in item.off)
+            yield Broken(
+                item.key.replace(".options", ""), value, f"{allowed}: {item.feature} is not implemented yet"
+            )
+
+    identifier = "not-yet-" + item.key.removeprefix("model.").replace(".", "-").replace("_", "-")
+    why = f"{item.feature} arrives later"
+    return Rule(identifier, recipe, (item.key,), check, why, "leave it out", pending=True)
+
+
+def _axis_rule(size: str, identifier: str, name: str) -> Rule:
+    def check(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken]:
+        degree = getattr(sizes_of(config), size)
+        if degree > 1:
+            yield Broken(size_key(config, size), degree, f"1: {name} is not implemented yet")
+
+    keys = ("trainer.strategy", "distributed")
+    return Rule(identifier, "both", keys, check, f"{name} arrives later", f"{size}: 1", pending=True)
+
+
+def _megatron(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if layout_of(config, facts.world_size).strategy == "megatron_fsdp":
+        speech = isinstance(config, SpeechConfig)
+        key = "trainer.strategy.distributed_config" if speech else "distributed.strategy"
+        yield Broken(key, "megatron_fsdp", "fsdp2 or ddp: megatron_fsdp is not implemented yet")
+
+
+def _sequence_parallel(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if isinstance(config, SpeechConfig):
+        options: object = config.trainer.strategy.distributed_config
+        key = "trainer.strategy.distributed_config"
+    else:
+        options, key = config.distributed.options, "distributed"
+    if isinstance(options, FSDP2Config) and options.sequence_parallel:
+        yield Broken(f"{key}.sequence_parallel", True, "false: sequence parallelism is not implemented yet")
+
+
+def _llm_recipe(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if facts.options.to_train:
+        yield Broken("recipe", "llm", "the speech recipe (model, trainer, data, exp_manager)")
+
+
+_KEYS = ("trainer.strategy", "distributed")
+
+PENDING_RULES: tuple[Rule, ...] = (
+    *(_axis_rule(*axis) for axis in _AXES),
+    Rule(
+        "strategy-megatron-fsdp",
+        "both",
+        _KEYS,
+        _megatron,
+        "the strategy arrives later",
+        "strategy: fsdp2",
+        pending=True,
+    ),
+    Rule(
+        "sequence-parallel",
+        "both",
+        _KEYS,
+        _sequence_parallel,
+        "sequence parallelism arrives with tensor parallelism",
+        "sequence_parallel: false",
+        pending=True,
+    ),
+    *(_key_rule(item, "speech") for item in _SPEECH),
+    *(_key_rule(item, "llm") for item in _LLM),
+    Rule(
+        "llm-recipe",
+        "llm",
+        (),
+        _llm_recipe,
+        "the LLM recipe arrives later; its files load and are checked",
+        "train a speech model",
+        pending=True,
+    ),
+)
