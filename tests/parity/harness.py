@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
+from shoal.data.dataset import StepBatch
 from shoal.data.position import StreamPosition
-from shoal.data.stream import StepBatch
 from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.setup import DistributedSetup
@@ -81,7 +80,9 @@ def plan_of(case: Case, layout: Layout | None = None) -> ModelPlan:
         stacked = ModalityAdapterConfig(stack_frames=4 if case.encoder == "whisper" else 1)
         encoder = tiny_encoder(case.encoder)  # type: ignore[arg-type]
         llm = tiny_llama(tie_word_embeddings=case.tied, attention_dropout=case.dropout)
-        perception = AudioPerception(encoder, None, PerceptionConfig(modality_adapter=stacked), llm.config.hidden_size)
+        perception = AudioPerception(
+            encoder, None, PerceptionConfig(modality_adapter=stacked), llm.config.hidden_size
+        )
         return SALM(llm, perception, placeholder_id=PLACEHOLDER)
 
     return ModelPlan(
@@ -124,8 +125,12 @@ def reference(case: Case) -> Record:
             loss = model(batch)["loss_sum"] / max(tokens, 1)
             loss.backward()
             losses.append(float(loss.detach()))
-        record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        norm = nn.utils.clip_grad_norm_(parameters, case.max_norm if case.max_norm is not None else float("inf"))
+        record.gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        norm = nn.utils.clip_grad_norm_(
+            parameters, case.max_norm if case.max_norm is not None else float("inf")
+        )
         optimizer.step()
         optimizer.zero_grad()
         record.losses.append(sum(losses))
@@ -146,9 +151,7 @@ def run_layout(rank: int, world: int, case: Case, layout: Layout) -> Record | No
     for step in range(case.num_steps):
         batch = deal(micro_batches_of(case, step), model)
         header = agree_on_step(batch, model.group, CPU)
-        result = train_step(
-            model, batch, optimizer, step=step, seed=3, max_norm=case.max_norm, header=header
-        )
+        result = train_step(model, batch, optimizer, step=step, seed=3, max_norm=case.max_norm, header=header)
         record.losses.append(result.loss)
         record.norms.append(result.gradient_norm)
     record.weights = _full(model.module)
@@ -176,7 +179,9 @@ class Recording:
         self.optimizer.zero_grad()
 
 
-def _full(module: nn.Module, of: Callable[[nn.Parameter], Tensor | None] = lambda p: p.detach()) -> dict[str, Tensor]:
+def _full(
+    module: nn.Module, of: Callable[[nn.Parameter], Tensor | None] = lambda p: p.detach()
+) -> dict[str, Tensor]:
     tensors = {name: of(parameter) for name, parameter in module.named_parameters()}
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -193,7 +198,7 @@ def _seed(step: int, index: int) -> None:
 
 def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """max|a-b| / max(max|b| of the tensor, 1e-3 x the largest entry of all), by name; names must agree."""
-    assert actual.keys() == expected.keys(), (sorted(actual.keys() ^ expected.keys()))
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     errors = {}
     for name, b in expected.items():
@@ -228,4 +233,14 @@ def assert_parity(actual: Record, expected: Record, case: Case) -> None:
     assert not bad, f"weights differ: {bad}"
 
 
-__all__ = ["Case", "Layout", "Record", "assert_parity", "deal", "plan_of", "reference", "replace", "run_layout"]
+__all__ = [
+    "Case",
+    "Layout",
+    "Record",
+    "assert_parity",
+    "deal",
+    "plan_of",
+    "reference",
+    "replace",
+    "run_layout",
+]

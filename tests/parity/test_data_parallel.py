@@ -17,7 +17,9 @@ LAYOUTS = [
     Layout("ddp1", 1, "ddp"),
     Layout("ddp2", 2, "ddp"),
     Layout("ddp4", 4, "ddp", checkpoint_llm=True, checkpoint_perception=True),
-    Layout("ddp2-bucket-view", 2, "ddp", ddp=DDPConfig(gradient_as_bucket_view=True, find_unused_parameters=True)),
+    Layout(
+        "ddp2-bucket-view", 2, "ddp", ddp=DDPConfig(gradient_as_bucket_view=True, find_unused_parameters=True)
+    ),
     Layout("fsdp1", 1),
     Layout("fsdp2", 2),
     Layout("fsdp2-no-defer", 2, fsdp2=FSDP2Config(defer_fsdp_grad_sync=False)),
@@ -41,10 +43,7 @@ CASES = {
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 # Every case once at its richest layouts, every layout once with the first case.
 TABLE = [("whisper", layout.name) for layout in LAYOUTS] + [
-    (case, layout)
-    for case in CASES
-    if case != "whisper"
-    for layout in ("ddp2", "fsdp2", "hsdp2x2")
+    (case, layout) for case in CASES if case != "whisper" for layout in ("ddp2", "fsdp2", "hsdp2x2")
 ]
 
 

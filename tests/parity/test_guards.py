@@ -116,4 +116,3 @@ def test_a_planted_fault_breaks_parity(ranks: RankRunner, fault: str, layout: st
     actual = ranks(run_with_fault, LAYOUTS[layout].world, fault, layout)[0]
     with pytest.raises(AssertionError):
         assert_parity(actual, reference(case), case)
-

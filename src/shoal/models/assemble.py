@@ -100,7 +100,9 @@ def assemble(
     if plan.checkpoint_perception and plan.perception is not None:
         module.get_submodule(plan.perception).set_activation_checkpointing(True)  # type: ignore[operator]
 
-    conversions = {source.module: conversions_of(_submodule(module, source.module)) for source in plan.weights}
+    conversions = {
+        source.module: conversions_of(_submodule(module, source.module)) for source in plan.weights
+    }
     strategy = None if setup is None else setup.strategy_config
     if setup is not None and isinstance(strategy, FSDP2Config):
         shard_fsdp2(module, setup.mesh_context.fsdp_mesh(), strategy, strategy.mp_policy or numerics.policy)
@@ -114,9 +116,7 @@ def assemble(
         return fsdp2_model(module, group, device, strategy)
     if isinstance(strategy, DDPConfig):
         return wrap_ddp(module, group, device, strategy, numerics.autocast)
-    raise ValueError(
-        f"strategy = {type(strategy).__name__}: not implemented yet; repair: use fsdp2 or ddp"
-    )
+    raise ValueError(f"strategy = {type(strategy).__name__}: not implemented yet; repair: use fsdp2 or ddp")
 
 
 def fill(
@@ -153,7 +153,9 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _plain(module: nn.Module, numerics: Numerics, device: torch.device) -> ParallelModel:
-    return ParallelModel(module, autocasting(module, device, numerics.autocast), no_gradient_sync, None, device)
+    return ParallelModel(
+        module, autocasting(module, device, numerics.autocast), no_gradient_sync, None, device
+    )
 
 
 def _storage_device(strategy: object, device: torch.device) -> torch.device:

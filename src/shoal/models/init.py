@@ -49,7 +49,7 @@ def _initialise_module(owner: nn.Module, module: nn.Module, name: str, wanted: l
     for n in wanted:
         target = placed[n]
         assert target is not None
-        _store(full[n].detach(), target)
+        store(full[n].detach(), target)
 
 
 def _draw(owner: nn.Module, module: nn.Module, name: str) -> None:
@@ -62,12 +62,14 @@ def _draw(owner: nn.Module, module: nn.Module, name: str) -> None:
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
     elif hasattr(owner, "_init_weights"):
         for parameter in module.parameters(recurse=False):
-            nn.init.zeros_(parameter)  # a rule that leaves a parameter out must not leave memory garbage in it
+            nn.init.zeros_(
+                parameter
+            )  # a rule that leaves a parameter out must not leave memory garbage in it
         if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-        owner._init_weights(module)
+            module.reset_parameters()  # type: ignore[operator]
+        owner._init_weights(module)  # type: ignore[operator]
     elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+        module.reset_parameters()  # type: ignore[operator]
     else:
         raise ValueError(
             f"{name}: {type(module).__name__} owns parameters but says nowhere how they start; "
@@ -75,10 +77,11 @@ def _draw(owner: nn.Module, module: nn.Module, name: str) -> None:
         )
 
 
-def _store(value: Tensor, target: nn.Parameter) -> None:
+def store(value: Tensor, target: Tensor) -> None:
+    """Copies a whole tensor into a parameter in any layout; each rank keeps its own part, without traffic."""
     with torch.no_grad():
         if isinstance(target, DTensor):
-            # src_data_rank=None: every rank has drawn the same values, so each slices its own without traffic.
+            # src_data_rank=None: every rank holds the same values, so nothing needs to be sent.
             value = value.to(target.device_mesh.device_type, target.dtype)
             part = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
             target.to_local().copy_(part.to_local())

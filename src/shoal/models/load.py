@@ -20,6 +20,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from shoal.models.lora import adapted_modules
 
+
 @dataclass(frozen=True)
 class WeightSource:
     """Where the weights of one submodule come from.
@@ -60,7 +61,9 @@ def load_pretrained(
     """
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     length = len(source.prefix)
-    own = {name[length:]: t for name, t in open_tensors(source.folder).items() if name.startswith(source.prefix)}
+    own = {
+        name[length:]: t for name, t in open_tensors(source.folder).items() if name.startswith(source.prefix)
+    }
     tensors = _into_adapted_layers(own, adapted_modules(model))
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(source.folder),
@@ -84,7 +87,7 @@ def open_tensors(folder: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file in files:
         handle = safe_open(file, framework="pt")
-        tensors.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a dict)
+        tensors.update({name: handle.get_slice(name) for name in handle.keys()})  # type: ignore[no-untyped-call] # noqa: SIM118
     return tensors
 
 
@@ -118,9 +121,15 @@ def _into_adapted_layers(tensors: Mapping[str, Any], adapted: Sequence[str]) -> 
 
 def _refuse(source: WeightSource, missing: list[str], unexpected: list[str], mismatched: list[str]) -> None:
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": mismatched}
-    lines = [f"  {kind}: {', '.join(keys[:12])}{' ...' if len(keys) > 12 else ''}" for kind, keys in kinds.items() if keys]
+    lines = [
+        f"  {kind}: {', '.join(keys[:12])}{' ...' if len(keys) > 12 else ''}"
+        for kind, keys in kinds.items()
+        if keys
+    ]
     if lines:
         raise ValueError(
-            f"{source.folder} does not fit {source.module}:\n" + "\n".join(lines) + "\n  repair: name a checkpoint "
+            f"{source.folder} does not fit {source.module}:\n"
+            + "\n".join(lines)
+            + "\n  repair: name a checkpoint "
             "of the same architecture, or set model.pretrained_weights=false"
         )

@@ -28,7 +28,9 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: No module of the model matches `target_modules`.
     """
-    inject_adapter_in_model(LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True)
+    inject_adapter_in_model(
+        LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True
+    )
 
 
 def adapted_modules(model: nn.Module) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Every parameter registered inside goes to the meta device at once; buffers stay real.
@@ -23,7 +24,7 @@ def parameters_on_meta() -> Iterator[None]:
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = torch_module.register_module_parameter_registration_hook(to_meta)
+    handle = torch_module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ replayed, so dropout draws the same values in the recomputation.
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from shoal.parallel.layers import transformer_layers
 

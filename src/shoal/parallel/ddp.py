@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +32,8 @@ def sum_gradients_hook(group: ProcessGroup, bucket: GradBucket) -> Future[torch.
         reduced = done.value()[0]
         return reduced if wide is buffer else buffer.copy_(reduced)
 
-    return future.then(store)
+    stored: Future[torch.Tensor] = future.then(store)
+    return stored
 
 
 def wrap_ddp(

@@ -82,6 +82,7 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
     A divide factor needs forced SUM reductions, because gloo has no pre-multiplied sum. On one rank there is
     nothing to reduce, and torch 2.13 would apply the factor twice there; 1.0 is harmless either way.
     """
+    assert isinstance(module, nn.Module)  # FSDPModule is a mix-in and does not say so
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
@@ -89,7 +90,9 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
                 unit.set_force_sum_reduction_for_comms(True)
 
 
-def _precision_policies(policy: MixedPrecisionConfig | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+def _precision_policies(
+    policy: MixedPrecisionConfig | None,
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """Policies of the inner units and of the root.
 
     The root leaves its inputs alone: audio samples and log-mel features stay fp32 until the encoder casts them.

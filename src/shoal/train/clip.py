@@ -35,7 +35,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
     norms = [_norm_of_one_place(group, norm_type) for group in groups.values()]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return _vector_norm(torch.stack(norms), norm_type)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
@@ -72,7 +72,7 @@ def _place(tensor: Tensor) -> object:
 
 def _norm_of_one_place(parameters: list[nn.Parameter], norm_type: float) -> Tensor:
     """fp64 norm, on the CPU, of the gradients of parameters that share a mesh and placements."""
-    norm = torch.linalg.vector_norm(torch.stack([_local_norm(p, norm_type) for p in parameters]), norm_type)
+    norm = _vector_norm(torch.stack([_local_norm(p, norm_type) for p in parameters]), norm_type)
     first = parameters[0]
     if not isinstance(first, DTensor):
         return norm.cpu()
@@ -82,7 +82,8 @@ def _norm_of_one_place(parameters: list[nn.Parameter], norm_type: float) -> Tens
     for axis, placement in enumerate(first.placements):
         if placement.is_shard():  # a replica is complete on its own: counting it again would inflate the norm
             dist.all_reduce(power, op=operation, group=first.device_mesh.get_group(axis))
-    return power.cpu() if math.isinf(norm_type) else power.cpu() ** (1.0 / norm_type)
+    total: Tensor = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
+    return total.cpu()
 
 
 def _local_norm(parameter: nn.Parameter, norm_type: float) -> Tensor:
@@ -90,7 +91,12 @@ def _local_norm(parameter: nn.Parameter, norm_type: float) -> Tensor:
     gradient = _local(parameter.grad)
     if gradient is None or gradient.numel() == 0:  # the shard of a small parameter can be empty
         return torch.zeros((), dtype=torch.float64, device=_local(parameter.detach()).device)
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+    return _vector_norm(gradient, norm_type)
+
+
+def _vector_norm(values: Tensor, norm_type: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
+    return norm
 
 
 def _is_finite(gradient: Tensor | None) -> bool:
@@ -103,4 +109,7 @@ def _local(tensor: Tensor) -> Tensor: ...
 @overload
 def _local(tensor: None) -> None: ...
 def _local(tensor: Tensor | None) -> Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        local: Tensor = tensor.to_local()
+        return local
+    return tensor

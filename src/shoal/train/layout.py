@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.mesh.sizes import ResolvedSizes, resolve_sizes
 from shoal.config.schema import ParallelismSizes
+from shoal.mesh.sizes import ResolvedSizes, resolve_sizes
 from shoal.parallel.setup import DistributedSetup
 
 

@@ -16,13 +16,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from shoal.config.values import TargetConfig
+from shoal.data.dataset import StepBatch
 from shoal.data.position import StreamPosition
-from shoal.data.stream import StepBatch
 from shoal.mesh.collectives import all_reduce_sum
 from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.model import ParallelModel
@@ -31,6 +30,7 @@ from shoal.train.optim import build_optimizer, build_scheduler
 from shoal.train.precision import ShoalPrecision
 from shoal.train.step import StepResult, agree_on_step, to_device, train_step
 from shoal.train.strategy import agreed_checkpointing, distributed_setup, leave_model_to_module
+from shoal.train.weights import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class ShoalModule(pl.LightningModule):
         seed: Names the random numbers of dropout together with the step and the micro-batch.
         sample_rate: Of the audio, to report seconds.
         validation_sets: Names of the validation sets, in the order of the loaders.
+        init_from_checkpoint: Weights to start from instead: a checkpoint of ours, or a safetensors file or folder.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ShoalModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         seed: int = 0,
         sample_rate: int = 16000,
-        validation_sets: Sequence[str] = ("validation",),
+        validation_sets: Sequence[str] = ("default",),
+        init_from_checkpoint: str | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -68,6 +70,7 @@ class ShoalModule(pl.LightningModule):
         self.seed = seed
         self.sample_rate = sample_rate
         self.validation_sets = tuple(validation_sets)
+        self.init_from_checkpoint = init_from_checkpoint
         self.stream_position = StreamPosition()
         self.stop_agreed = False
         self.layout = ""
@@ -105,6 +108,8 @@ class ShoalModule(pl.LightningModule):
         numerics = Numerics(precision.plan.stored, precision.plan.policy, precision.plan.autocast)
         self._parallel = assemble(plan, setup, numerics, strategy.root_device)
         self.model = self._parallel.module
+        if self.init_from_checkpoint is not None:
+            load_weights(self.model, self.init_from_checkpoint)
         self.layout = layout_table(setup, precision.plan.name, self.model)
         if self.trainer.is_global_zero:
             print(self.layout, flush=True)
@@ -120,7 +125,9 @@ class ShoalModule(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- steps
 
     @override
-    def transfer_batch_to_device(self, batch: StepBatch, device: torch.device, dataloader_idx: int) -> StepBatch:
+    def transfer_batch_to_device(
+        self, batch: StepBatch, device: torch.device, dataloader_idx: int
+    ) -> StepBatch:
         return batch  # micro-batches move one at a time, just before they run
 
     @override
@@ -158,7 +165,9 @@ class ShoalModule(pl.LightningModule):
         agree_on_step(batch, model.group, model.device, sample_rate=self.sample_rate)
         for micro_batch in batch.micro_batches:
             out = model.forward(to_device(micro_batch, model.device))
-            sums = torch.stack([out["loss_sum"].double(), out["num_correct"].double(), out["num_tokens"].double()])
+            sums = torch.stack(
+                [out["loss_sum"].double(), out["num_correct"].double(), out["num_tokens"].double()]
+            )
             self._validation_sums[dataloader_idx] += sums.cpu()
 
     @override

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.config.targets import resolve_target
-from shoal.config.types import TargetConfig
+from shoal.config.values import TargetConfig
 
 
 class CosineAnnealing(LambdaLR):
@@ -27,7 +28,12 @@ class CosineAnnealing(LambdaLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, max_steps: int, warmup_steps: int = 0, min_lr: float = 0.0, last_epoch: int = -1
+        self,
+        optimizer: Optimizer,
+        max_steps: int,
+        warmup_steps: int = 0,
+        min_lr: float = 0.0,
+        last_epoch: int = -1,
     ) -> None:
         if not 0 <= warmup_steps < max_steps:
             raise ValueError(
@@ -35,7 +41,7 @@ class CosineAnnealing(LambdaLR):
                 "repair: shorten the warm-up or raise lr_scheduler.max_steps"
             )
 
-        def factor(peak: float, step: int) -> float:
+        def factor(step: int, peak: float) -> float:
             if step < warmup_steps:
                 return (step + 1) / (warmup_steps + 1)
             progress = min((step - warmup_steps) / (max_steps - warmup_steps), 1.0)
@@ -43,7 +49,7 @@ class CosineAnnealing(LambdaLR):
             return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
         peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        super().__init__(optimizer, [lambda step, peak=peak: factor(peak, step) for peak in peaks], last_epoch)
+        super().__init__(optimizer, [partial(factor, peak=peak) for peak in peaks], last_epoch)
 
 
 def build_optimizer(config: TargetConfig, module: nn.Module) -> Optimizer:
@@ -55,7 +61,9 @@ def build_optimizer(config: TargetConfig, module: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = _instantiate(config, "model.optimizer", parameters)
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"model.optimizer._target_ = {config.target!r}: not an optimizer; repair: torch.optim.AdamW")
+        raise ValueError(
+            f"model.optimizer._target_ = {config.target!r}: not an optimizer; repair: torch.optim.AdamW"
+        )
     return optimizer
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
@@ -21,6 +20,8 @@ from shoal.speech.encoders import encoder_spec
 from shoal.speech.perception import AudioPerception
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
+from shoal.train.data import validation_set_names
+from shoal.train.modules import ShoalModule
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,9 @@ def local_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises a dozen unrelated classes
-        raise ValueError(f"{name!r} is neither a folder nor a hub model that can be fetched: {error}") from error
+        raise ValueError(
+            f"{name!r} is neither a folder nor a hub model that can be fetched: {error}"
+        ) from error
 
 
 def load_tokenizer(config: SalmConfig) -> Any:
@@ -60,7 +63,7 @@ def salm_plan(config: SalmConfig, placeholder_id: int, seed: int) -> ModelPlan:
             spec.build(torch.float32),
             _preprocessor_config(asr_folder),
             config.perception,
-            llm.get_input_embeddings().embedding_dim,
+            _hidden_size(llm),
             chunk_seconds=config.encoder_chunk_size_seconds,
         )
         return SALM(llm, perception, placeholder_id=placeholder_id)
@@ -79,13 +82,19 @@ def salm_plan(config: SalmConfig, placeholder_id: int, seed: int) -> ModelPlan:
 
 def _build_llm(config: SalmConfig, folder: Path) -> PreTrainedModel:
     llm_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    llm: PreTrainedModel = AutoModelForCausalLM.from_config(
+    llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         llm_config,
         dtype=torch.float32,
         attn_implementation=_ATTENTION[config.automodel_backend.attn],
         trust_remote_code=config.trust_remote_code,
     )
     return llm
+
+
+def _hidden_size(llm: PreTrainedModel) -> int:
+    embedding = llm.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return embedding.embedding_dim
 
 
 def _lora_arguments(config: SalmConfig) -> dict[str, Any]:
@@ -97,3 +106,30 @@ def _lora_arguments(config: SalmConfig) -> dict[str, Any]:
 def _preprocessor_config(folder: Path) -> dict[str, Any] | None:
     file = folder / "preprocessor_config.json"
     return json.loads(file.read_text()) if file.is_file() else None
+
+
+def speech_module(config: SpeechConfig, prompts: PromptFormatter) -> ShoalModule:
+    """The LightningModule of a SALM run."""
+    seed = config.data.train_ds.seed
+    strategy = config.trainer.strategy
+    plan = replace(
+        salm_plan(config.model, prompts.placeholder_id, seed),
+        checkpoint_llm=bool(strategy.activation_checkpointing_llm or strategy.ddp.activation_checkpointing),
+        checkpoint_perception=strategy.activation_checkpointing_perception,
+    )
+    return ShoalModule(
+        plan,
+        config.model.optimizer,
+        config.model.lr_scheduler,
+        gradient_clip_val=config.trainer.gradient_clip_val,
+        seed=seed,
+        sample_rate=config.data.train_ds.sample_rate,
+        validation_sets=validation_set_names(config.data),
+        init_from_checkpoint=config.model.init_from_checkpoint,
+    )
+
+
+def prompts_of(config: SpeechConfig) -> PromptFormatter:
+    """The prompt encoder of a run: the LLM's tokenizer under the configured format."""
+    model = config.model
+    return PromptFormatter(load_tokenizer(model), model.prompt_format, model.audio_locator_tag)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shoal.data.dataset import StepBatch
 from shoal.data.seeds import derive_seed
-from shoal.data.stream import StepBatch
 from shoal.mesh.collectives import all_gather_objects, all_reduce_sum
 from shoal.parallel.model import MicroBatch, ParallelModel
 from shoal.train.clip import gradient_norm, refuse_non_finite, scale_gradients

@@ -9,13 +9,10 @@ micro-batches and therefore needs the wrapper inside.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -23,7 +20,6 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -134,7 +130,7 @@ class AutomodelParallelStrategy(ModelParallelStrategy):
         """Does nothing: assembly has placed every parameter, and offloaded ones must stay on the host."""
 
     @property
-    def precision_plugin(self) -> Precision:  # type: ignore[override]
+    def precision_plugin(self) -> Precision:
         """Always ours: Lightning's plugins would convert the module and autocast on top of the FSDP2 policy."""
         return shoal_precision(self._precision_plugin) if self._precision_plugin else ShoalPrecision()
 
@@ -143,14 +139,28 @@ class AutomodelParallelStrategy(ModelParallelStrategy):
         self._precision_plugin = None if plugin is None else shoal_precision(plugin)
 
 
+_SETUPS: WeakKeyDictionary[Strategy, DistributedSetup] = WeakKeyDictionary()
+"""Meshes of stock strategies, which have no place for them; building one opens process groups."""
+
+
 def distributed_setup(strategy: Strategy) -> DistributedSetup | None:
     """The mesh and options of a connected strategy; None for one process without a process group.
+
+    Collective the first time, when the strategy is one of Lightning's own.
 
     Raises:
         ValueError: A strategy that Shoal's modules do not run under.
     """
     if isinstance(strategy, AutomodelParallelStrategy):
         return strategy.distributed_setup
+    if isinstance(strategy, SingleDeviceStrategy):
+        return None
+    if strategy not in _SETUPS:
+        _SETUPS[strategy] = _setup_of_stock(strategy)
+    return _SETUPS[strategy]
+
+
+def _setup_of_stock(strategy: Strategy) -> DistributedSetup:
     if isinstance(strategy, ModelParallelStrategy):
         data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
         assert isinstance(data, int) and isinstance(tensor, int)  # "auto" is resolved in setup_environment
@@ -160,13 +170,15 @@ def distributed_setup(strategy: Strategy) -> DistributedSetup | None:
             world_size=strategy.world_size,
         )
     if isinstance(strategy, DDPStrategy):
-        flags = {key: value for key, value in strategy._ddp_kwargs.items() if key in DDPConfig.__dataclass_fields__}
+        flags = {
+            key: value for key, value in strategy._ddp_kwargs.items() if key in DDPConfig.__dataclass_fields__
+        }
         unknown = sorted(set(strategy._ddp_kwargs) - set(flags))
         if unknown:
-            raise ValueError(f"trainer.strategy: DDPStrategy({', '.join(unknown)}=...) is not supported; repair: remove it")
+            raise ValueError(
+                f"trainer.strategy: DDPStrategy({', '.join(unknown)}=...) is not supported; repair: remove it"
+            )
         return DistributedSetup.build(strategy=DDPConfig(**flags), world_size=strategy.world_size)
-    if isinstance(strategy, SingleDeviceStrategy):
-        return None
     raise ValueError(
         f"trainer.strategy = {type(strategy).__name__}: one of AutomodelParallelStrategy, DDPStrategy, "
         "ModelParallelStrategy"
