@@ -63,6 +63,8 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
     """Collects the facts about a configuration; reads at most one small JSON file."""
     accelerators = count_accelerators() if options.accelerators is None else options.accelerators
     per_node, planned = _planned_world(config, accelerators)
+    if world_size is not None:
+        per_node = _launched_per_node(config, world_size)
     return Facts(
         options=options,
         world_size=planned if world_size is None else world_size,
@@ -83,6 +85,15 @@ def _planned_world(config: Any, accelerators: int) -> tuple[int | None, int | No
         on_accelerator = trainer.accelerator != "cpu" and accelerators > 0  # type: ignore[union-attr]
         devices = accelerators if on_accelerator else 1
     return devices, devices * nodes
+
+
+def _launched_per_node(config: Any, world_size: int) -> int | None:
+    """Returns the ranks per node of a job that was started: what the launcher says, else an even split."""
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    if local.isdigit():
+        return int(local)
+    nodes = getattr(getattr(config, "trainer", None), "num_nodes", 1)
+    return world_size // nodes if isinstance(nodes, int) and world_size % nodes == 0 else None
 
 
 def count_accelerators() -> int:

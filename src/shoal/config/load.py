@@ -77,7 +77,8 @@ def load(
     if report.findings or refused:
         raise ConfigError([*report.findings, *refused])
     if isinstance(config, SpeechConfig):
-        trainer = replace(config.trainer, use_distributed_sampler=False)
+        devices = facts.devices_per_node or 1
+        trainer = replace(config.trainer, use_distributed_sampler=False, devices=devices)
         config = replace(config, trainer=trainer, options=options)
     return Loaded(config, tuple(notices), facts)
 

@@ -63,7 +63,7 @@ class TargetConfig:
     """A class or factory by name with its keyword arguments: ``{_target_: torch.optim.AdamW, lr: 1e-4}``.
 
     `target` is a name of ours or of an allowed library, aliases already replaced; `allow` holds the modules
-    that the user allowed in addition. `shoal.config.targets.resolve_target(target, allow)` makes the object of it.
+    that the user allowed in addition. `shoal.config.targets.resolve_target(target, allow)` gives the object.
     """
 
     target: str

@@ -38,14 +38,18 @@ def _devices_exist(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
 
 
 def _world_is_devices(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
-    trainer, world = config.trainer, facts.launched_world_size
-    if world is None or trainer.devices in (-1, "auto"):
+    trainer, world, per_node = config.trainer, facts.launched_world_size, facts.devices_per_node
+    if world is None:
         return
-    planned = int(trainer.devices) * trainer.num_nodes
-    if planned != world:
-        limit = f"devices * num_nodes = {planned} must equal the {world} ranks started"
-        repair = f"start {planned} ranks, or change trainer.devices / trainer.num_nodes"
-        yield Broken("trainer.devices", trainer.devices, limit, repair)
+    known = type(trainer.devices) is int and trainer.devices > 0
+    devices = trainer.devices if known else per_node
+    if not isinstance(devices, int) or devices * trainer.num_nodes != world:
+        limit = f"devices * num_nodes = {devices} * {trainer.num_nodes} must equal the {world} ranks started"
+        repair = (
+            f"change the number of ranks started, {'trainer.devices or ' if known else ''}trainer.num_nodes"
+        )
+        key = "trainer.devices" if known else "trainer.num_nodes"
+        yield Broken(key, trainer.devices if known else trainer.num_nodes, limit, repair)
 
 
 def _sampler_is_ours(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:

@@ -1,0 +1,27 @@
+"""``shoal evaluate key=value ...``: answers a manifest and measures the word error rate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from shoal.cli.arguments import add_trust_options, load_options
+from shoal.config import load_arguments
+from shoal.config.evaluate import EvaluateConfig
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the command; returns its exit status.
+
+    Raises:
+        ConfigError: The arguments are refused; nothing has been started.
+    """
+    parser = argparse.ArgumentParser(prog="shoal evaluate", description="Measure the word error rate.")
+    parser.add_argument("arguments", nargs="*", metavar="key=value", help="fields of EvaluateConfig")
+    add_trust_options(parser)
+    given = parser.parse_intermixed_args(list(words))
+    config = load_arguments(EvaluateConfig, given.arguments, options=load_options(given))
+
+    from shoal.evaluate import run_evaluation
+
+    return run_evaluation(config)

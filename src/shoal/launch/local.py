@@ -1,0 +1,48 @@
+"""Ranks on this machine through torchrun, and what a launcher says about the ranks it has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+
+def launched_world_size(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the ranks of the job when this process is one that torchrun or srun started, else None."""
+    if "LOCAL_RANK" in environment and "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"])
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        return int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
+    return None
+
+
+def torchrun_command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Returns the command that runs ``shoal ARGUMENTS`` on `num_ranks` local ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", "shoal.cli", *arguments]
+
+
+def run_local(num_ranks: int, arguments: Sequence[str]) -> int:
+    """Runs ``shoal ARGUMENTS`` on local ranks and returns the exit status of the launcher.
+
+    One thread per rank unless OMP_NUM_THREADS says otherwise: ranks share the cores. SIGINT and SIGTERM are passed
+    on, so that the ranks end with this process.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # A group of its own, so that a Ctrl-C in the terminal reaches the ranks once, through the handler.
+    process = subprocess.Popen(
+        torchrun_command(num_ranks, arguments), env=environment, start_new_session=True
+    )
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
