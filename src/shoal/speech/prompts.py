@@ -97,7 +97,8 @@ class PromptFormatter:
             )
         self.tokenizer = tokenizer
         self.audio_locator_tag = audio_locator_tag
-        self._end_tokens = tuple(tokenizer.all_special_tokens)
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._end_tokens = tuple(sorted(special.union(tokenizer.all_special_tokens) - {audio_locator_tag}))
         tokenizer.add_tokens([audio_locator_tag], special_tokens=True)
         self.placeholder_id: int = tokenizer.convert_tokens_to_ids(audio_locator_tag)
         self.pad_id: int = _first(tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
