@@ -1,4 +1,4 @@
-"""The one place where Shoal's own code talks to torch.distributed; each function states its gradient.
+"""Sums and gathered objects over a process group; each function states its gradient.
 
 A group of None means a job of one process: nothing is communicated.
 """
