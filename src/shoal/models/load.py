@@ -74,7 +74,10 @@ def load_pretrained(
         ignore_mismatched_sizes=True,  # collected and refused below, together with the other findings
     )
     found, _ = type(model)._load_pretrained_model(model, tensors, None, config)
-    found = PreTrainedModel._finalize_model_loading(model, config, found)
+    # Not `_finalize_model_loading`: it replaces every buffer that no checkpoint holds by uninitialised memory, on
+    # the assumption that the model was built on the meta device as a whole.
+    model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(found)
     missing = sorted(key for key in found.missing_keys if ".lora_" not in key)
     _refuse(source, missing, sorted(found.unexpected_keys), sorted(map(str, found.mismatched_keys)))
     for name, parameter in model.named_parameters():

@@ -56,7 +56,7 @@ def wrap_ddp(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=group,
-        broadcast_buffers=config.broadcast_buffers,
+        forward_sync_buffers=config.broadcast_buffers,
         find_unused_parameters=config.find_unused_parameters,
         static_graph=config.static_graph,
         bucket_cap_mb=config.bucket_cap_mb,

@@ -1,0 +1,136 @@
+"""Loading into any layout gives what transformers' own loader gives, parameters and buffers, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
+from shoal.models.assemble import ModelPlan, Numerics, assemble
+from shoal.models.load import WeightSource
+from shoal.parallel.setup import DistributedSetup
+from tests.tiny import tiny_llama
+from tests.zygote import RankRunner
+
+CPU = torch.device("cpu")
+LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+
+
+def save(folder: Path, tied: bool = False) -> Path:
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(folder)
+    return folder
+
+
+def causal_lm_plan(folder: Path, **changes: Any) -> ModelPlan:
+    def build() -> nn.Module:
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        return model
+
+    settings: dict[str, Any] = {"weights": (WeightSource("", folder),), "llm": "", "seed": 3, **changes}
+    return ModelPlan(build, **settings)
+
+
+def setup_of(strategy: str, world: int) -> DistributedSetup | None:
+    if strategy == "plain":
+        return None
+    options = DDPConfig() if strategy == "ddp" else FSDP2Config()
+    sizes = ParallelismSizes(dp_replicate_size=2 if strategy == "hsdp" else None)
+    return DistributedSetup.build(strategy=options, parallelism_sizes=sizes, world_size=world)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named}
+
+
+def load_on_rank(rank: int, world: int, strategy: str, folder: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(rank)  # what the ranks' generators hold must not matter
+    plan = causal_lm_plan(Path(folder), **changes)
+    return tensors_of(assemble(plan, setup_of(strategy, world), Numerics(), CPU).module)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("ddp", 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_layout_loads_what_transformers_loads(
+    ranks: RankRunner, tmp_path: Path, strategy: str, world: int, tied: bool
+) -> None:
+    folder = save(tmp_path, tied)
+    expected = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    assert any("inv_freq" in name for name in expected)
+    for actual in ranks(load_on_rank, world, strategy, str(folder), {}):
+        assert actual.keys() == expected.keys()
+        differing = [name for name in expected if not torch.equal(actual[name], expected[name])]
+        assert not differing
+
+
+def test_adapters_start_alike_on_every_layout(ranks: RankRunner, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    plain = tensors_of(assemble(causal_lm_plan(folder, lora=LORA), None, Numerics(), CPU).module)
+    sharded = ranks(load_on_rank, 2, "fsdp2", str(folder), {"lora": LORA})[1]
+    assert plain.keys() == sharded.keys()
+    assert all(torch.equal(plain[name], sharded[name]) for name in plain)
+    base = load_file(folder / "model.safetensors")
+    q_proj = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(plain[f"{q_proj}.base_layer.weight"], base[f"{q_proj}.weight"])
+    assert plain[f"{q_proj}.lora_A.default.weight"].abs().sum() > 0
+    assert plain[f"{q_proj}.lora_B.default.weight"].abs().sum() == 0
+
+
+def test_initial_values_depend_on_seed_and_name_alone(ranks: RankRunner, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    plain = tensors_of(assemble(causal_lm_plan(folder, weights=()), None, Numerics(), CPU).module)
+    for strategy, world in (("fsdp2", 2), ("hsdp", 4), ("ddp", 2)):
+        actual = ranks(load_on_rank, world, strategy, str(folder), {"weights": ()})[-1]
+        assert all(torch.equal(plain[name], actual[name]) for name in plain), strategy
+    other = tensors_of(assemble(causal_lm_plan(folder, weights=(), seed=4), None, Numerics(), CPU).module)
+    changed = {name for name in plain if not torch.equal(plain[name], other[name])}
+    assert {n for n in plain if n.endswith("proj.weight")} <= changed
+    layers = [plain[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(2)]
+    assert not torch.equal(*layers)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update(extra=torch.zeros(2)), "unexpected: extra"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(5)}), "of another shape:.*model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, damage: Any, said: str) -> None:
+    folder = save(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        assemble(causal_lm_plan(folder), None, Numerics(), CPU)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no safetensors files"):
+        assemble(causal_lm_plan(folder), None, Numerics(), CPU)
+
+
+def test_stored_dtype_and_frozen_parameters_survive_loading(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    plan = causal_lm_plan(folder, freeze=(r"^model\.layers\.0\..+",), keep=(r".+\.up_proj\..+",))
+    module = assemble(plan, None, Numerics(stored=torch.bfloat16), CPU).module
+    assert isinstance(module, PreTrainedModel)
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.requires_grad == (".layers.0." not in f".{name}" or ".up_proj." in name), name
+    assert module.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
+
+
+def test_freezing_everything_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.freeze_params = \['\.\*'\]"):
+        assemble(causal_lm_plan(save(tmp_path), freeze=(".*",)), None, Numerics(), CPU)
