@@ -6,12 +6,12 @@ import random
 from collections import Counter
 
 import pytest
-from tests.unit.data import corpus
-from tests.unit.data.corpus import Clip
 
 from shoal.config.speech import DatasetConfig, InputConfig
 from shoal.data.mixing import interleave, read_epoch, shuffled
 from shoal.data.sources import open_sources
+from tests.unit.data import corpus
+from tests.unit.data.corpus import Clip
 
 
 def test_interleave_draws_in_proportion_and_takes_everything_once():

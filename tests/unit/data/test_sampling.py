@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.conversation import Conversation
-from shoal.data.sampling import Budget, Buckets, Filters, Shape, Sized, SkipLog, compose, estimate_bounds
+from shoal.data.sampling import Buckets, Budget, Filters, Shape, Sized, SkipLog, compose, estimate_bounds
 
 
 def item(number, seconds=1.0, rows=1, tokens=1, length=None):
@@ -22,9 +22,7 @@ def run(items, buckets, *, rng=None, drop_last=False, oversize_alone=False):
     by_id = {one.conversation.id: one for one in items}
     skipped: list[tuple[str, str]] = []
     log = SkipLog(lambda reason, name: skipped.append((reason, name)))
-    batches = compose(
-        items, buckets, skips=log, rng=rng, drop_last=drop_last, oversize_alone=oversize_alone
-    )
+    batches = compose(items, buckets, skips=log, rng=rng, drop_last=drop_last, oversize_alone=oversize_alone)
     return [[by_id[conversation.id] for conversation in batch] for batch in batches], skipped
 
 

@@ -12,13 +12,13 @@ from lhotse import CutSet, Recording
 from lhotse.audio import AudioSource
 from lhotse.cut import MonoCut
 from lhotse.shar import SharWriter
-from tests.unit.data import corpus
-from tests.unit.data.corpus import Clip
 
 from shoal.config.speech import DatasetConfig, InputConfig
 from shoal.data.audio import AudioOptions, load_audio
 from shoal.data.conversation import TextTurn
 from shoal.data.sources import open_sources
+from tests.unit.data import corpus
+from tests.unit.data.corpus import Clip
 
 CLIPS = [Clip(number, 0.1 + 0.05 * number) for number in range(5)]
 
@@ -319,14 +319,23 @@ def test_without_weights_shares_are_the_number_of_examples(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda a, b: {"input_cfg": (nemo(a, weight=1.0), nemo(b))}, r"input_cfg: entries \[1\] have no weight"),
+        (
+            lambda a, b: {"input_cfg": (nemo(a, weight=1.0), nemo(b))},
+            r"input_cfg: entries \[1\] have no weight",
+        ),
         (lambda a, b: {"input_cfg": ()}, r"data\.input_cfg: is empty"),
-        (lambda a, b: {"input_cfg": (InputConfig(type="group"),)}, r"input_cfg\[0\]\.input_cfg: a group needs"),
+        (
+            lambda a, b: {"input_cfg": (InputConfig(type="group"),)},
+            r"input_cfg\[0\]\.input_cfg: a group needs",
+        ),
         (lambda a, b: {"input_cfg": (nemo(a),), "manifest_filepath": b}, "move the latter"),
         (lambda a, b: {}, "exactly one of"),
         (lambda a, b: {"manifest_filepath": a, "cuts_path": b}, "exactly one of"),
         (lambda a, b: {"manifest_filepath": "/nowhere/m.json"}, "no such file: /nowhere/m.json"),
-        (lambda a, b: {"input_cfg": (InputConfig(type="lhotse", manifest_filepath=a),)}, "takes exactly one of"),
+        (
+            lambda a, b: {"input_cfg": (InputConfig(type="lhotse", manifest_filepath=a),)},
+            "takes exactly one of",
+        ),
         (lambda a, b: {"manifest_filepath": "pipe:echo"}, "--allow-commands"),
         (lambda a, b: {"cuts_path": "https://host/cuts.jsonl.gz"}, "--allow-commands"),
     ],

@@ -12,13 +12,13 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from tests.unit.data import corpus
-from tests.unit.data.corpus import CharPrompts, batch_ids, clips, dataset, plan_ids, woven
 
 from shoal.config.speech import InputConfig
 from shoal.data import StepSampler, StreamPosition, build_train_loader, order_seed_of
 from shoal.data.micro_batches import MicroBatchStream
 from shoal.data.position import START
+from tests.unit.data import corpus
+from tests.unit.data.corpus import CharPrompts, batch_ids, clips, dataset, plan_ids, woven
 
 BUCKETED = {"use_bucketing": True, "num_buckets": 3, "bucket_buffer_size": 6, "batch_duration": 2.0}
 SHUFFLED = {"shuffle": True, "shuffle_buffer_size": 8, "seed": 7}
@@ -90,7 +90,11 @@ def test_epochs_and_seeds_have_orders_of_their_own(tmp_path):
 
 def test_several_weighted_sources_are_covered_once(tmp_path):
     paths = [
-        str(corpus.write_nemo(tmp_path / str(i), [corpus.Clip(100 * i + n, 0.2) for n in range(c)], audio=False))
+        str(
+            corpus.write_nemo(
+                tmp_path / str(i), [corpus.Clip(100 * i + n, 0.2) for n in range(c)], audio=False
+            )
+        )
         for i, c in enumerate((9, 4))
     ]
     entries = tuple(
@@ -160,7 +164,9 @@ def test_a_position_at_the_exact_end_of_an_epoch_starts_the_next(tmp_path):
     config = dataset(corpus.write_nemo(tmp_path, clips(12), audio=False), batch_size=2, **SHUFFLED)
     plans = list(sampler(config, window=2))
     assert plans[-1].position == StreamPosition(1)
-    consumed = replace(plans[-2].position, consumed=6)  # as a run that counts without looking ahead would save
+    consumed = replace(
+        plans[-2].position, consumed=6
+    )  # as a run that counts without looking ahead would save
     assert steps_of(config, window=2, position=consumed) == steps_of(
         config, window=2, position=StreamPosition(1)
     )
