@@ -198,8 +198,20 @@ def _wrong(annotation: Any, value: Any, path: str, report: Report) -> Any:
     return report.refuse("wrong-type", path, value, limit, repair)
 
 
+_OTHER_SPELLINGS: Mapping[str, str] = {
+    "data_parallel_size": "dp_size",
+    "tensor_parallel_size": "tp_size",
+    "pipeline_parallel_size": "pp_size",
+    "context_parallel_size": "cp_size",
+    "expert_parallel_size": "ep_size",
+}
+
+
 def _nearest(name: str, known: Collection[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+    """Returns the known name that `name` most likely means, other systems' spellings of sizes included."""
+    spellings = {other: ours for other, ours in _OTHER_SPELLINGS.items() if ours in known and other not in known}
+    near = difflib.get_close_matches(name, [*known, *spellings], n=1, cutoff=0.5)
+    return spellings.get(near[0], near[0]) if near else None
 
 
 def _names(annotation: Any) -> list[str]:

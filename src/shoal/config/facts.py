@@ -92,7 +92,7 @@ def _launched_per_node(config: Any, world_size: int) -> int | None:
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
     if local.isdigit():
         return int(local)
-    nodes = getattr(getattr(config, "trainer", None), "num_nodes", 1)
+    nodes = getattr(getattr(config, "trainer", None), "num_nodes", None)
     return world_size // nodes if isinstance(nodes, int) and world_size % nodes == 0 else None
 
 

@@ -154,8 +154,8 @@ def _monitor_exists(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
         return
     params = manager.checkpoint_callback_params
     if params.monitor.startswith("val") and params.save_top_k not in (0, -1):
-        limit = "a value that is logged; there is no data.validation_ds"
-        repair = "add data.validation_ds, or set save_top_k: 0 and keep save_last"
+        limit = "a value that is logged; there is no data.validation_ds, so no checkpoint is ranked"
+        repair = "add data.validation_ds; save_last keeps the newest checkpoint meanwhile"
         yield Broken("exp_manager.checkpoint_callback_params.monitor", params.monitor, limit, repair)
 
 
@@ -289,7 +289,8 @@ TRAINER_RULES: tuple[Rule, ...] = (
         ("exp_manager", "data.validation_ds"),
         _monitor_exists,
         "the best checkpoint needs a value to compare",
-        "add validation data",
+        "add data.validation_ds",
+        notice=True,
     ),
     Rule(
         "schedule-ends-with-run",

@@ -47,21 +47,21 @@ def read_target(raw: Any, path: str, report: Report) -> Any:
         return report.refuse("target", key, name, verdict.limit, _TARGET_REPAIR)
     if verdict.parameters is not None:
         refuse_unknown(block, set(verdict.parameters) - _SUPPLIED, path, report)
-    check_nested_targets(block, path, report)
+    _refuse_nested_targets(block, path, report)
     return TargetConfig(full, freeze(block), report.allow_targets)
 
 
-def check_nested_targets(value: Any, path: str, report: Report) -> None:
-    """Reports every ``_target_`` inside a free-form value that may not be made."""
+def _refuse_nested_targets(value: Any, path: str, report: Report) -> None:
+    """Reports a ``_target_`` inside the keywords of another one: only the outer object is made."""
     if isinstance(value, Mapping):
-        if "_target_" in value:
-            read_target(value, path, report)
-            return
         for name, item in value.items():
-            check_nested_targets(item, join(path, name), report)
+            if name == "_target_":
+                limit = "plain values: only the outer _target_ is made into an object"
+                report.refuse("nested-target", join(path, name), item, limit, f"write {path} as plain values")
+            _refuse_nested_targets(item, join(path, name), report)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            check_nested_targets(item, join(path, index), report)
+            _refuse_nested_targets(item, join(path, index), report)
 
 
 READERS[TargetConfig] = read_target

@@ -1,0 +1,247 @@
+"""Every rule of the list can be broken, is reported under its name, and appears in the support matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shoal.config import (
+    ConfigError,
+    LoadOptions,
+    load,
+    load_config,
+    parse_distributed_section,
+    support_matrix,
+)
+from shoal.config.rules import RULES
+from tests.unit.config.bad_configs import BAD_CONFIGS
+from tests.unit.config.base import base, merged
+
+_AUTOMODEL = "shoal.train.strategy.AutomodelParallelStrategy"
+_MEGATRON = "nemo_automodel.components.distributed.config.MegatronFSDPConfig"
+
+
+def _mesh(**keys: Any) -> dict[str, Any]:
+    return {"trainer": {"strategy": {"_target_": _AUTOMODEL, **keys}}}
+
+
+def _distributed(**keys: Any) -> dict[str, Any]:
+    return {"distributed": keys}
+
+
+def _backend(**keys: Any) -> dict[str, Any]:
+    return {"model": {"automodel_backend": keys}}
+
+
+def _train(**keys: Any) -> dict[str, Any]:
+    return {"data": {"train_ds": keys}}
+
+
+_SOURCE = {"type": "lhotse_as_conversation", "cuts_path": "a.jsonl"}
+
+# rule, recipe, world size, what is written over the base
+BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
+    ("dp-replicate-size-needs-fsdp2", "llm", 4, _distributed(strategy="ddp", dp_replicate_size=2)),
+    ("pp-size-needs-fsdp2", "llm", 4, _distributed(strategy="megatron_fsdp", pp_size=2)),
+    ("ep-size-needs-fsdp2", "llm", 4, _distributed(strategy="megatron_fsdp", ep_size=2)),
+    ("tp-size-needs-fsdp2-or-megatron-fsdp", "llm", 4, _distributed(strategy="ddp", tp_size=2)),
+    ("cp-size-needs-fsdp2-or-megatron-fsdp", "llm", 4, _distributed(strategy="ddp", cp_size=2)),
+    ("layers-fill-stages", "llm", 4, _distributed(pp_size=4, pipeline={"layers_per_stage": 2})),
+    ("pipeline-schedule", "llm", 4, _distributed(pp_size=4, pipeline={"pp_schedule": "2f2b"})),
+    ("pipeline-schedule", "llm", 4, _distributed(pp_size=4, pipeline={"pp_schedule_csv": "absent.csv"})),
+    (
+        "tp-inside-node",
+        "speech",
+        6,
+        {"trainer": {**_mesh(tp_size=3)["trainer"], "devices": 2, "num_nodes": 3}},
+    ),
+    (
+        "shards-inside-node",
+        "speech",
+        16,
+        {"trainer": {**_mesh(dp_replicate_size=2)["trainer"], "devices": 4, "num_nodes": 4}},
+    ),
+    ("accelerator-exists", "speech", None, {"trainer": {"accelerator": "gpu"}}),
+    (
+        "validation-interval-fits-epoch",
+        "speech",
+        None,
+        {"trainer": {"limit_train_batches": 4, "val_check_interval": 8}},
+    ),
+    ("time-format", "speech", None, {"trainer": {"max_time": "3:50"}}),
+    ("dtype-agrees-with-precision", "speech", None, {"model": {"torch_dtype": "bfloat16"}}),
+    (
+        "exp-manager-owns-logging-and-saving",
+        "speech",
+        None,
+        {"trainer": {"enable_checkpointing": True}, "exp_manager": {"explicit_log_dir": "x"}},
+    ),
+    ("llm-folder-has-config", "speech", None, {"model": {"pretrained_llm": "EMPTY"}}),
+    ("asr-folder-has-config", "speech", None, {"model": {"pretrained_asr": "EMPTY"}}),
+    ("cp-needs-fused-attention", "speech", 2, merged(_mesh(cp_size=2), _backend(attn="eager"))),
+    ("prompt-format", "speech", None, _train(prompt_format="qwen")),
+    ("data-source", "speech", None, _train(cuts_path="also.jsonl")),
+    ("source-keys", "speech", None, _train(input_cfg=[{"type": "nemo", "cuts_path": "a.jsonl"}])),
+    ("source-weights", "speech", None, _train(input_cfg=[{**_SOURCE, "weight": 0.5}, _SOURCE])),
+    ("bucket-bounds", "speech", None, _train(bucket_duration_bins=[4.0, 2.0])),
+    ("length-range", "speech", None, _train(min_duration=3.0, max_duration=2.0)),
+    (
+        "packing-needs-one-row",
+        "llm",
+        None,
+        {"packed_sequence": {"packed_sequence_size": 8}, "step_scheduler": {"local_batch_size": 2}},
+    ),
+    (
+        "packing-divides-by-cp",
+        "llm",
+        4,
+        {"packed_sequence": {"packed_sequence_size": 9}, **_distributed(cp_size=2)},
+    ),
+    ("global-batch-divides", "llm", 5, {}),
+    ("strategy-megatron-fsdp", "speech", 2, _mesh(distributed_config={"_target_": _MEGATRON})),
+    ("sequence-parallel", "speech", 2, _mesh(distributed_config={"sequence_parallel": True})),
+    ("not-yet-aux-loss-coeff", "speech", None, {"model": {"aux_loss_coeff": 0.01}}),
+    ("not-yet-train-gate", "speech", None, {"model": {"train_gate": True}}),
+    ("not-yet-moe-metrics-enabled", "speech", None, {"model": {"moe_metrics": {"enabled": True}}}),
+    ("not-yet-compile", "speech", None, {"model": {"compile": {"mode": "default"}}}),
+    ("not-yet-sdpa-method", "speech", None, {"model": {"sdpa_method": ["math"]}}),
+    ("not-yet-init-configure-model", "speech", None, {"model": {"init_configure_model": True}}),
+    (
+        "not-yet-pretrained-perception-from-s2s",
+        "speech",
+        None,
+        {"model": {"pretrained_perception_from_s2s": "a"}},
+    ),
+    ("not-yet-pretrained-s2s-model", "speech", None, {"model": {"pretrained_s2s_model": "a"}}),
+    ("not-yet-incremental-loading", "speech", None, {"model": {"incremental_loading": True}}),
+    ("not-yet-automodel-backend-linear", "speech", None, _backend(linear="te")),
+    ("not-yet-automodel-backend-rms-norm", "speech", None, _backend(rms_norm="te")),
+    ("not-yet-automodel-backend-rope-fusion", "speech", None, _backend(rope_fusion=True)),
+    ("not-yet-automodel-backend-experts", "speech", None, _backend(experts="gmm")),
+    ("not-yet-automodel-backend-dispatcher", "speech", None, _backend(dispatcher="deepep")),
+    (
+        "not-yet-trainer-gradient-clip-algorithm",
+        "speech",
+        None,
+        {"trainer": {"gradient_clip_algorithm": "value"}},
+    ),
+    ("not-yet-trainer-precision", "speech", None, {"trainer": {"precision": 16}}),
+    (
+        "not-yet-trainer-strategy-distributed-config-tp-plan",
+        "speech",
+        2,
+        _mesh(distributed_config={"tp_plan": {"a": "colwise"}}),
+    ),
+    ("not-yet-trainer-strategy-moe-config", "speech", 2, _mesh(moe_config={})),
+    ("not-yet-compile-enabled", "llm", None, {"compile": {"enabled": True}}),
+    ("not-yet-distributed-options-tp-plan", "llm", None, _distributed(tp_plan={"a": "colwise"})),
+    (
+        "not-yet-distributed-pipeline-scale-grads-in-schedule",
+        "llm",
+        2,
+        _distributed(pp_size=2, pipeline={"scale_grads_in_schedule": True}),
+    ),
+    ("not-yet-checkpoint-is-async", "llm", None, {"checkpoint": {"is_async": True}}),
+    ("llm-recipe", "llm", None, {}),
+)
+
+NOTICES: tuple[tuple[str, int | None, dict[str, Any]], ...] = (
+    ("step-fills-ranks", 2, {"trainer": {"global_micro_batches": 3}}),
+    ("no-master-weights", None, {"trainer": {"precision": "bf16-true"}}),
+    ("sampler-is-ours", 2, _mesh()),
+    ("sampler-is-ours", 2, {"trainer": {"use_distributed_sampler": True}}),
+    ("monitor-is-logged", None, {"exp_manager": {"explicit_log_dir": "x"}}),
+    (
+        "schedule-ends-with-run",
+        None,
+        {
+            "model": {
+                "lr_scheduler": {"_target_": "nemo.core.optim.lr_scheduler.CosineAnnealing", "max_steps": 9}
+            }
+        },
+    ),
+    (
+        "shards-inside-node",
+        16,
+        {"trainer": {**_mesh(dp_replicate_size=2)["trainer"], "devices": 4, "num_nodes": 4}},
+    ),
+)
+
+
+def _case_id(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+@pytest.mark.parametrize(("rule", "recipe", "world", "change"), BROKEN, ids=_case_id)
+def test_rule_refuses(
+    rule: str, recipe: str, world: int | None, change: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm" / "config.json").write_text(json.dumps({"num_hidden_layers": 12}))
+    (tmp_path / "empty").mkdir()
+    data = merged(base(recipe), change)
+    text = json.dumps(data).replace("EMPTY", str(tmp_path / "empty"))
+    if recipe == "llm":
+        data = merged(
+            json.loads(text),
+            {"model": {"_target_": _MODEL, "pretrained_model_name_or_path": str(tmp_path / "llm")}},
+        )
+    options = LoadOptions(accelerators=0, strict_topology=True, to_train=rule == "llm-recipe")
+    with pytest.raises(ConfigError) as caught:
+        load_config(data if recipe == "llm" else json.loads(text), world_size=world, options=options)
+    assert rule in {finding.rule for finding in caught.value.findings}, str(caught.value)
+
+
+_MODEL = "transformers.AutoModelForCausalLM.from_pretrained"
+
+
+@pytest.mark.parametrize(("rule", "world", "change"), NOTICES, ids=_case_id)
+def test_rule_only_notes(rule: str, world: int | None, change: dict[str, Any]) -> None:
+    loaded = load(merged(base("speech"), change), world_size=world)
+    assert rule in {notice.rule for notice in loaded.notices}
+    assert load(base("speech")).notices == ()
+
+
+def test_devices_beyond_the_machine() -> None:
+    data = merged(base("speech"), {"trainer": {"accelerator": "gpu", "devices": 4}})
+    with pytest.raises(ConfigError, match="devices-exist"):
+        load_config(data, options=LoadOptions(accelerators=2))
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    blocks = (Path(__file__).parent / "documented_blocks").glob("*.yaml")
+    documented = {rule for block in blocks for rule in yaml.safe_load(block.read_text())["refused"]}
+    tabled = {row[0] for row in (*BROKEN, *NOTICES)} | {bad.rule for bad in BAD_CONFIGS}
+    model_shape = {"tp-divides-heads", "tp-divides-kv-heads", "tp-divides-hidden", "tp-divides-intermediate"}
+    model_shape |= {
+        "ep-divides-experts",
+        "ep-needs-experts",
+        "cp-divides-mamba-heads",
+        "pp-fits-layers",
+    }  # case 59
+    covered = documented | tabled | model_shape | {"devices-exist"}
+    assert {rule.id for rule in RULES} - covered == set()
+
+
+def test_support_matrix_lists_every_rule_once() -> None:
+    rows = [line.split("`")[1] for line in support_matrix().splitlines()[2:]]
+    assert rows == list(dict.fromkeys(rule.id for rule in RULES))
+
+
+def test_section_alone_is_checked_like_a_file() -> None:
+    section = {
+        "strategy": "fsdp2",
+        "dp_size": "none",
+        "dp_replicate_size": 2,
+        "activation_checkpointing": True,
+    }
+    parsed = parse_distributed_section(section, world_size=8)
+    assert (parsed.sizes.dp_size, parsed.sizes.dp_replicate_size) == (None, 2)
+    assert parsed.activation_checkpointing is True
+    with pytest.raises(ConfigError, match="dp-size-fills-world"):
+        parse_distributed_section({"dp_size": 3}, world_size=8)
+    assert section["dp_size"] == "none"
