@@ -22,6 +22,6 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(list(words))
     config = load_arguments(EvaluateConfig, given.arguments, options=load_options(given))
 
-    from shoal.evaluate import run_evaluation
+    from shoal.evaluate.run import run_evaluation
 
-    return run_evaluation(config)
+    return run_evaluation(config, allow_commands=given.allow_commands)

@@ -22,6 +22,6 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(list(words))
     config = load_arguments(GenerateConfig, given.arguments, options=load_options(given))
 
-    from shoal.evaluate import run_generation
+    from shoal.evaluate.run import run_generation
 
-    return run_generation(config)
+    return run_generation(config, allow_commands=given.allow_commands)

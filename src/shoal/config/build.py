@@ -74,6 +74,9 @@ def _field_value(cls: type, item: Field[Any], raw: Mapping[str, Any], path: str,
     if value == "???":
         return report.refuse("missing-key", key, value, "a value; ??? marks one you must give", f"set {key}")
     if item.name not in raw or (value is None and not _allows_none(annotation) and default is not FAILED):
+        if default is FAILED and is_dataclass(annotation):
+            # A section that is absent lacks everything in it: say what.
+            return convert(annotation, {}, key, report)
         if default is FAILED:
             report.refuse("missing-key", key, None, describe(annotation), f"add {key}")
         return default
@@ -209,7 +212,9 @@ _OTHER_SPELLINGS: Mapping[str, str] = {
 
 def _nearest(name: str, known: Collection[str]) -> str | None:
     """Returns the known name that `name` most likely means, other systems' spellings of sizes included."""
-    spellings = {other: ours for other, ours in _OTHER_SPELLINGS.items() if ours in known and other not in known}
+    spellings = {
+        other: ours for other, ours in _OTHER_SPELLINGS.items() if ours in known and other not in known
+    }
     near = difflib.get_close_matches(name, [*known, *spellings], n=1, cutoff=0.5)
     return spellings.get(near[0], near[0]) if near else None
 

@@ -223,7 +223,8 @@ def test_every_rule_is_broken_somewhere() -> None:
         "cp-divides-mamba-heads",
         "pp-fits-layers",
     }  # case 59
-    covered = documented | tabled | model_shape | {"devices-exist"}
+    # A misspelt mode can reach the rules from Python only: the loader refuses its type.
+    covered = documented | tabled | model_shape | {"devices-exist", "activation-checkpointing-mode"}
     assert {rule.id for rule in RULES} - covered == set()
 
 
