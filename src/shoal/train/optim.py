@@ -77,21 +77,21 @@ def build_scheduler(config: TargetConfig | None, optimizer: Optimizer, max_steps
     if config is None:
         return None
     kwargs = dict(config.kwargs)
-    if resolve_target(config.target) is CosineAnnealing and kwargs.get("max_steps") is None:
+    if resolve_target(config.target, config.allow) is CosineAnnealing and kwargs.get("max_steps") is None:
         if max_steps < 1:
             raise ValueError(
                 "model.lr_scheduler.max_steps = None: the run has no end to anneal towards; "
                 "repair: set trainer.max_steps or model.lr_scheduler.max_steps"
             )
         kwargs["max_steps"] = max_steps
-    scheduler = _instantiate(TargetConfig(config.target, kwargs), "model.lr_scheduler", optimizer)
+    scheduler = _instantiate(TargetConfig(config.target, kwargs, config.allow), "model.lr_scheduler", optimizer)
     if not isinstance(scheduler, LRScheduler):
         raise ValueError(f"model.lr_scheduler._target_ = {config.target!r}: not a learning-rate scheduler")
     return scheduler
 
 
 def _instantiate(config: TargetConfig, key: str, first: object) -> object:
-    target = resolve_target(config.target)
+    target = resolve_target(config.target, config.allow)
     assert callable(target)
     try:
         return target(first, **config.kwargs)

@@ -140,7 +140,7 @@ def build_trainer(
     callbacks: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
     """The Lightning Trainer of a run; `loggers` and `callbacks` come from the experiment."""
-    own = [resolve_target(target.target)(**target.kwargs) for target in config.callbacks]
+    own = [resolve_target(target.target, target.allow)(**target.kwargs) for target in config.callbacks]
     limits: dict[str, Any] = {
         "limit_val_batches": config.limit_val_batches,
         "limit_test_batches": config.limit_test_batches,
