@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -32,6 +33,7 @@ from shoal.train.strategy import distributed_setup
 _log = logging.getLogger(__name__)
 _TRAIN_BATCHES = "epoch_loop.batch_progress"
 _VAL_BATCHES = "epoch_loop.val_loop.batch_progress"
+_BETWEEN_EPOCHS = "between_epochs"
 
 
 def save_run(trainer: pl.Trainer, path: str | os.PathLike[str], *, validation_pending: bool) -> Path:
@@ -83,7 +85,7 @@ def restore_run(trainer: pl.Trainer, module: pl.LightningModule, path: str | os.
         scheduler=_schedulers(trainer),
         layout=_layout(trainer),
     )
-    trainer.fit_loop.load_state_dict(loaded.extra["loops"])
+    _load_loops(trainer, dict(loaded.extra["loops"]))
     trainer.precision_plugin.load_state_dict(loaded.extra["precision"])
     for callback in _callbacks(trainer):
         if state := loaded.extra["callbacks"].get(callback.state_key):
@@ -115,10 +117,20 @@ class ResumeRun(pl.Callback):
         if self.path is None:
             return
         self._loaded = restore_run(trainer, pl_module, self.path)
+        # Lightning looks for a `state_dict` of the loader; ours starts at the module's stream position instead.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
         if trainer.is_global_zero:
             _log.info(
                 "resumed %s at step %d, data position %s", self.path, self._loaded.step, self._loaded.position
             )
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A loader without a length is read one batch ahead. After a resumed validation at the end of an epoch
+        # that batch would be lost, because Lightning starts the loader again.
+        loader: Any = trainer.train_dataloader
+        if hasattr(loader, "set_position"):
+            loader.set_position(pl_module.stream_position)
 
     @override
     def on_train_batch_start(
@@ -139,21 +151,46 @@ def validation_is_due(trainer: pl.Trainer) -> bool:
 
 
 def _loops(trainer: pl.Trainer, validation_pending: bool) -> dict[str, Any]:
-    """State of the training loops, made such that a resumed run starts a pending validation anew.
+    """State of Lightning's loops, brought into one of three positions that a resumed run continues from exactly.
 
-    Lightning itself forgets a validation that was due after the saved batch, and continues one that had begun
-    in the middle, with the sums of its first part lost. Both are turned into its third case, a validation
-    that has
-    just begun: the training batch counts as completed, one validation batch as started and none as processed.
+    Left as they are, the counters lose or repeat a batch or an epoch when the checkpoint is of an epoch's last
+    step, forget a validation that was due, and continue one that had begun without its first sums. So:
+
+    - in the middle of an epoch: this step's batch is processed and not yet completed;
+    - before a validation: the batch is completed, one validation batch has started, none is processed;
+    - between epochs: everything is completed and no batch of the next epoch is ready.
     """
-    state: dict[str, Any] = deepcopy(trainer.fit_loop.state_dict())
+    fit = trainer.fit_loop
+    state: dict[str, Any] = deepcopy(fit.state_dict())
+    total, current = fit.epoch_loop.batch_progress.total.ready, fit.epoch_loop.batch_progress.current.ready
+    between = fit.epoch_loop._num_ready_batches_reached() and not validation_pending
+    finished = fit.epoch_progress.current.ready - (0 if between else 1)
+    completed = 0 if between or validation_pending else 1
+    for counts in state["epoch_progress"].values():
+        counts |= {"processed": finished, "completed": finished}
+    batches = state[_TRAIN_BATCHES]
+    batches["total"] = _counts(total, total - completed)
+    batches["current"] = _counts(0, 0) if between else _counts(current, current - completed)
+    batches["is_last_batch"] = batches["is_last_batch"] and validation_pending
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = total if between else total - 1
     if validation_pending:
-        for counts in (state[_TRAIN_BATCHES]["total"], state[_TRAIN_BATCHES]["current"]):
-            counts["completed"] = counts["processed"]
-        none = {"ready": 0, "completed": 0, "started": 0, "processed": 0}
-        begun = none | {"ready": 1, "started": 1}
-        state[_VAL_BATCHES] |= {"total": begun, "current": none, "is_last_batch": False}
-    return state
+        begun = _counts(1, 0) | {"processed": 0}
+        state[_VAL_BATCHES] |= {"total": begun, "current": _counts(0, 0), "is_last_batch": False}
+    return state | {_BETWEEN_EPOCHS: between}
+
+
+def _counts(number: int, completed: int) -> dict[str, int]:
+    return {"ready": number, "started": number, "processed": number, "completed": completed}
+
+
+def _load_loops(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    between = state.pop(_BETWEEN_EPOCHS)
+    fit = trainer.fit_loop
+    fit.load_state_dict(state)
+    if between:
+        # An epoch that starts is not a restart. The validation loop keeps its mark, which suppresses the sanity
+        # check of a fresh run.
+        fit._restarting = fit.epoch_loop._restarting = False
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

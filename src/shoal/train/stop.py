@@ -73,7 +73,6 @@ class SignalStop(pl.Callback):
         self.exit_code = exit_code
         self._started = time.monotonic()
         self._received: int | None = None
-        self._previous: dict[int, Any] = {}
 
     def stop_requested(self) -> bool:
         """Whether this rank wants to stop; without any communication."""
@@ -83,7 +82,6 @@ class SignalStop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not _checkpoint_callbacks(trainer):
             raise ValueError("SignalStop saves before it stops: add shoal's ModelCheckpoint to the callbacks")
-        self._install()
 
     @override
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -91,8 +89,6 @@ class SignalStop(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning has put its own SIGTERM handler over ours meanwhile; that one starts a collective inside
-        # the handler, which can meet a peer in the middle of another one.
         self._install()
 
     @override
@@ -119,12 +115,6 @@ class SignalStop(pl.Callback):
         if during_fit and any_rank(self.stop_requested(), trainer.strategy.root_device):
             self._stop(trainer, during_validation=True)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
     def _stop(self, trainer: pl.Trainer, during_validation: bool = False) -> None:
         if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
             return
@@ -140,11 +130,11 @@ class SignalStop(pl.Callback):
         return self.max_time is not None and time.monotonic() - self._started >= self.max_time.total_seconds()
 
     def _install(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python accepts handlers from the main thread only
-        for number in self.signals:
-            previous = signal.signal(number, self._handle)
-            self._previous.setdefault(number, previous)
+        # After Lightning has put up its own SIGTERM handler: that one starts a collective inside the handler,
+        # which can meet a peer in the middle of another one. Lightning restores what it found before, at the end.
+        if threading.current_thread() is threading.main_thread():  # Python accepts handlers from there only
+            for number in self.signals:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = number
