@@ -13,6 +13,7 @@ from shoal.config.speech import PerceptionConfig
 from shoal.parallel.activation_checkpointing import checkpoint_module
 from shoal.speech import segments
 from shoal.speech.adapters import build_adapter, stack_frames, stacked_lengths
+from shoal.speech.batch_norm import use_step_batch_norm
 from shoal.speech.encoders import SpeechEncoder, speech_encoder
 from shoal.speech.seeds import fold_in
 from shoal.speech.spec_augment import SpecAugment
@@ -70,6 +71,7 @@ class AudioPerception(nn.Module):
         )
         self.proj = nn.Linear(self.modality_adapter.output_size, output_dim, dtype=encoder.dtype)
         self.modality_adapter.to(encoder.dtype)
+        use_step_batch_norm(self)
 
     def _chunk_samples(self, seconds: float | None) -> int | None:
         if seconds is None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shoal.speech import splice
+from shoal.speech.batch_norm import unobserved
 from shoal.speech.perception import AudioPerception, is_frozen
 from shoal.speech.seeds import fold_in
 
@@ -141,7 +142,8 @@ class SALM(nn.Module):
         samples = self.perception.minimum_samples
         clip = audios.new_zeros(1, samples)
         lens = torch.full((1,), samples, dtype=torch.int64, device=audios.device)
-        embeddings, _ = self.perception(clip, lens, torch.zeros_like(lens))
+        with unobserved(self.perception):
+            embeddings, _ = self.perception(clip, lens, torch.zeros_like(lens))
         total: Tensor = embeddings.sum()
         return total
 

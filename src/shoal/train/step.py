@@ -20,6 +20,7 @@ from shoal.data.dataset import StepBatch
 from shoal.data.seeds import derive_seed
 from shoal.mesh.collectives import all_gather_objects, all_reduce_sum
 from shoal.parallel.model import MicroBatch, ParallelModel
+from shoal.speech.batch_norm import update_running_statistics
 from shoal.train.clip import gradient_norm, refuse_non_finite, scale_gradients
 
 
@@ -107,6 +108,7 @@ def train_step(
         scale_gradients(trainable, norm, max_norm)
     optimizer.step()
     optimizer.zero_grad()
+    update_running_statistics(model.module, model.group)
 
     loss_sum, num_correct = all_reduce_sum(sums.to(model.device), model.group).tolist()
     num_tokens = max(header.num_tokens, 1)
