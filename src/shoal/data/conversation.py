@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from lhotse.cut import Cut
@@ -53,7 +54,7 @@ class Conversation:
     turns: tuple[TextTurn | AudioTurn, ...]
     tags: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def audio_turns(self) -> tuple[AudioTurn, ...]:
         """Returns the turns that are audio, in order; each becomes one row of ``audios``."""
         return tuple(turn for turn in self.turns if isinstance(turn, AudioTurn))

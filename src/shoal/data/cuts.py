@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from lhotse import CutSet
@@ -118,7 +118,7 @@ def _with_checked_sources(cut: Cut, manifest: str, allow_commands: bool) -> Cut:
 
 
 def _resolve_files(cut: Cut, manifest: str) -> Cut:
-    if all(s.type != "file" or Path(s.source).is_absolute() for s in _sources(cut)):
+    if all(s.type != "file" or os.path.isabs(s.source) for s in _sources(cut)):
         return cut
     if isinstance(cut, MixedCut):
         return fastcopy(cut, tracks=[fastcopy(t, cut=_resolve_files(t.cut, manifest)) for t in cut.tracks])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 _RANGE = re.compile(r"(?:\{|_OP_)(\d+)\.\.(\d+)(?:\}|_CL_)")
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
@@ -64,4 +64,4 @@ def refuse_remote(path: str, origin: str, allow_commands: bool) -> None:
 
 def beside(manifest: str, path: str) -> str:
     """Returns `path`, resolved against the folder of `manifest` when it is relative."""
-    return path if Path(path).is_absolute() or is_url(path) else str(Path(manifest).parent / path)
+    return path if is_url(path) else os.path.join(os.path.dirname(manifest), path)

@@ -69,3 +69,10 @@ def test_shards_are_shuffled_beyond_the_buffer(tmp_path):
     sources = corpus_of_shards(tmp_path)[:1]
     starts = {names(sources, buffer_size=1, epoch=epoch)[0] for epoch in range(20)}
     assert starts == {"clip0.wav", "clip10.wav", "clip20.wav"}
+
+
+def test_the_buffer_shuffles_anew_every_epoch(tmp_path):
+    manifest = corpus.write_nemo(tmp_path, [Clip(number, 0.1) for number in range(20)], audio=False)
+    sources = open_sources(DatasetConfig(manifest_filepath=str(manifest)))
+    orders = {tuple(names(sources, buffer_size=100, epoch=epoch)) for epoch in range(3)}
+    assert len(orders) == 3
