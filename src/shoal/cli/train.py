@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from shoal.cli.arguments import add_trust_options, load_options
 from shoal.config import ConfigError, Finding, Loaded, LoadOptions, SpeechConfig, load
@@ -33,41 +34,63 @@ def run(words: Sequence[str]) -> int:
         ConfigError: The configuration is refused; nothing has been started.
     """
     arguments = _parser().parse_intermixed_args(list(words))
-    options = replace(load_options(arguments), to_train=True)
-    launched = launched_world_size()
-    if launched is not None:
-        return _train(load(arguments.config, arguments.overrides, world_size=launched, options=options))
-    loaded = _load_for_here(arguments, options)
-    num_ranks = loaded.facts.world_size or 1
-    if num_ranks == 1:
-        return _train(loaded)
-    return run_local(num_ranks, ["train", *words])
-
-
-def _load_for_here(arguments: argparse.Namespace, options: LoadOptions) -> Loaded:
-    """Loads for ranks that this command starts itself, which is possible on one node only."""
     num_ranks = arguments.nproc_per_node
     if num_ranks is not None and num_ranks < 1:
         finding = Finding("nproc-per-node", "--nproc-per-node", num_ranks, "at least 1", "--nproc-per-node 1")
         raise ConfigError([finding])
-    loaded = load(arguments.config, arguments.overrides, world_size=num_ranks, options=options)
-    if isinstance(loaded.config, SpeechConfig) and loaded.config.trainer.num_nodes > 1:
+    return train(
+        arguments.config,
+        arguments.overrides,
+        options=load_options(arguments),
+        program=["-m", "shoal.cli", "train", *words],
+        num_ranks=num_ranks,
+    )
+
+
+def train(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    options: LoadOptions,
+    program: Sequence[str],
+    num_ranks: int | None = None,
+) -> int:
+    """Trains in this process when it is a rank or the only one; otherwise starts the ranks.
+
+    Args:
+        source: The configuration, as a path or as data.
+        overrides: Overrides of its keys.
+        options: What the command line allows.
+        program: What each rank runs when this process starts them: ``-m MODULE ...`` or ``SCRIPT ...``.
+        num_ranks: Ranks to start here; None means trainer.devices.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: The configuration is refused; nothing has been started.
+    """
+    options = replace(options, to_train=True)
+    launched = launched_world_size()
+    if launched is not None:
+        return _train(load(source, overrides, world_size=launched, options=options))
+    loaded = load(source, overrides, world_size=num_ranks, options=options)
+    _refuse_several_nodes(loaded)
+    ranks = loaded.facts.world_size or 1
+    return _train(loaded) if ranks == 1 else run_local(ranks, program)
+
+
+def _refuse_several_nodes(loaded: Loaded) -> None:
+    nodes = loaded.config.trainer.num_nodes if isinstance(loaded.config, SpeechConfig) else 1
+    if nodes > 1:
         limit = "1 when this command starts the ranks itself"
-        repair = "start `shoal train` on every rank with srun, or with torchrun on every node"
-        raise ConfigError(
-            [
-                Finding(
-                    "nodes-need-launcher", "trainer.num_nodes", loaded.config.trainer.num_nodes, limit, repair
-                )
-            ]
-        )
-    return loaded
+        repair = "start the same command on every rank with srun, or with torchrun on every node"
+        raise ConfigError([Finding("nodes-need-launcher", "trainer.num_nodes", nodes, limit, repair)])
 
 
 def _train(loaded: Loaded) -> int:
     from shoal.train.recipes import run_training
 
-    if not isinstance(loaded.config, SpeechConfig):  # the rule llm-recipe has refused it already
-        print("shoal train: only the speech recipe can be trained", file=sys.stderr)
-        return 2
+    if not isinstance(loaded.config, SpeechConfig):
+        raise TypeError("the rule llm-recipe refuses the LLM recipe before it comes here")
     return run_training(loaded.config, loaded.notices)

@@ -59,17 +59,20 @@ class ModalityAdapterConfig:
     """What stands between encoder and projection: nothing (identity), an MLP or a few Conformer layers.
 
     stack_frames first concatenates that many encoder frames into one (4 turns Whisper's 50 Hz into 12.5 Hz).
-    d_model None is the stacked width. The Conformer attends over the whole audio (no streaming mask).
+    d_model None is the stacked width. The Conformer attends over the whole audio (no streaming mask); xscaling
+    multiplies its input by sqrt(d_model). feat_in is a check: the width of the frames that come in.
     """
 
     kind: Literal["identity", "mlp", "conformer"] = "identity"
     stack_frames: PositiveInt = 1
+    feat_in: PositiveInt | None = None
     d_model: PositiveInt | None = None
     n_layers: PositiveInt = 2
     n_heads: PositiveInt = 8
     ff_expansion_factor: PositiveInt = 4
     conv_kernel_size: PositiveInt = 9
     dropout: Fraction = 0.0
+    xscaling: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class SalmConfig:
     """The ``model`` section of SALM and SALMAutomodel, which share one implementation.
 
     freeze_params and prevent_freeze_params are regular expressions matched from the start of the full
-    parameter name; the second list wins. A pattern that matches nothing is an error once the model is built.
+    parameter name; the second list wins. A pattern that matches nothing is reported when the model is built.
     """
 
     pretrained_llm: str

@@ -19,23 +19,21 @@ def launched_world_size(environment: Mapping[str, str] = os.environ) -> int | No
     return None
 
 
-def torchrun_command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Returns the command that runs ``shoal ARGUMENTS`` on `num_ranks` local ranks."""
+def torchrun_command(num_ranks: int, program: Sequence[str]) -> list[str]:
+    """Returns the command that runs `program` (``-m MODULE ...`` or ``SCRIPT ...``) on `num_ranks` local ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", "shoal.cli", *arguments]
+    return [*torchrun, "--nproc-per-node", str(num_ranks), *program]
 
 
-def run_local(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Runs ``shoal ARGUMENTS`` on local ranks and returns the exit status of the launcher.
+def run_local(num_ranks: int, program: Sequence[str]) -> int:
+    """Runs `program` on local ranks and returns the exit status of the launcher.
 
     One thread per rank unless OMP_NUM_THREADS says otherwise: ranks share the cores. SIGINT and SIGTERM are passed
     on, so that the ranks end with this process.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     # A group of its own, so that a Ctrl-C in the terminal reaches the ranks once, through the handler.
-    process = subprocess.Popen(
-        torchrun_command(num_ranks, arguments), env=environment, start_new_session=True
-    )
+    process = subprocess.Popen(torchrun_command(num_ranks, program), env=environment, start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 from transformers import ParakeetEncoderConfig
 from transformers.models.parakeet.modeling_parakeet import (
@@ -61,12 +63,13 @@ class ConformerAdapter(ModalityAdapter):
         )
         layer._attn_implementation = "sdpa"
         self.pre_encode = nn.Linear(input_size, width)
+        self.input_scale = math.sqrt(width) if config.xscaling else 1.0
         self.encode_positions = ParakeetEncoderRelPositionalEncoding(layer)
         self.layers = nn.ModuleList(ParakeetEncoderBlock(layer, index) for index in range(config.n_layers))
 
     def forward(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         """See `ModalityAdapter.forward`; frames after a clip's end are neither attended nor convolved."""
-        hidden = self.pre_encode(hidden)
+        hidden = self.pre_encode(hidden) * self.input_scale
         positions = self.encode_positions(hidden)
         mask = frame_mask(lengths, hidden.shape[1])
         mask = (mask[:, None, :] & mask[:, :, None])[:, None]
@@ -77,6 +80,11 @@ class ConformerAdapter(ModalityAdapter):
 
 def build_adapter(config: ModalityAdapterConfig, input_size: int) -> ModalityAdapter:
     """Returns the adapter that `model.perception.modality_adapter` describes, for frames of `input_size`."""
+    if config.feat_in not in (None, input_size):
+        raise ValueError(
+            f"model.perception.modality_adapter.feat_in = {config.feat_in}: the frames that come in have width "
+            f"{input_size}; leave feat_in out"
+        )
     if config.kind == "conformer":
         return ConformerAdapter(input_size, config)
     if config.kind == "mlp":

@@ -57,6 +57,10 @@ def read_adapter(raw: Any, path: str, report: Report) -> Any:
         limit = f"one of {', '.join(aliases.ADAPTER_KINDS)}"
         repair = "use ConformerEncoder or IdentityConnector, or kind: mlp"
         return report.refuse("target", join(path, "_target_"), target, limit, repair)
+    if block.pop("dropout_att", block.get("dropout", 0)) != block.get("dropout", 0):
+        limit = "the value of dropout, which serves attention too"
+        key = join(path, "dropout_att")
+        report.refuse("adapter-variant", key, raw["dropout_att"], limit, f"delete {key}")
     _refuse_other_conformers(block, path, report)
     own = {name: value for name, value in block.items() if name not in _FOREIGN}
     return build(ModalityAdapterConfig, {"kind": kind, **own}, path, report)

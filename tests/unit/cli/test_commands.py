@@ -1,0 +1,192 @@
+"""The command line: cheap help, one message for what is refused, and where ranks are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import shoal.cli.train
+from shoal import __version__
+from shoal.cli import COMMANDS, main
+from shoal.config import Loaded
+from shoal.launch.local import launched_world_size, run_local, torchrun_command
+from tests.unit.config.base import base, merged
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "speechlm2" / "salm_train.py"
+LAUNCHER_KEYS = ("LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in LAUNCHER_KEYS:
+        monkeypatch.delenv(key, raising=False)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(base("speech")))
+    return file
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Records what would be trained or started."""
+    seen: list[Any] = []
+
+    def train(loaded: Loaded) -> int:
+        seen.append(loaded)
+        return 0
+
+    def ranks(number: int, program: list[str]) -> int:
+        seen.append((number, program))
+        return 3
+
+    monkeypatch.setattr(shoal.cli.train, "_train", train)
+    monkeypatch.setattr(shoal.cli.train, "run_local", ranks)
+    return seen
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["evaluate", "--help"]])
+def test_help_is_cheap_and_imports_no_torch(words: list[str]) -> None:
+    code = (
+        "import sys, atexit; from shoal.cli import main;"
+        "atexit.register(lambda: print('TORCH' if 'torch' in sys.modules else 'LIGHT'));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    after = os.times()
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "LIGHT"
+    assert after.children_user + after.children_system - before.children_user - before.children_system <= 0.5
+
+
+def test_help_lists_every_command_and_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shoal {__version__}\n"
+    assert main([]) == 2
+    assert main(["tran"]) == 2
+    assert "unknown command 'tran'" in capsys.readouterr().err
+
+
+def test_refused_configuration_prints_the_message_and_returns_2(
+    config_file: Path, capsys: pytest.CaptureFixture[str], started: list[Any]
+) -> None:
+    assert main(["train", str(config_file), "trainer.max_stps=3", "trainer.devices=0"]) == 2
+    error = capsys.readouterr().err
+    assert "2 errors" in error
+    assert "trainer.max_stps = 3  [unknown-key]" in error
+    assert started == []
+
+
+@pytest.mark.parametrize("section", ["distributed", "step_scheduler"])
+def test_llm_recipe_is_refused_by_its_rule(
+    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "llm.yaml"
+    file.write_text(yaml.safe_dump({section: {}}))
+    assert main(["train", str(file)]) == 2
+    assert "[llm-recipe]" in capsys.readouterr().err
+
+
+def test_one_rank_runs_in_this_process(config_file: Path, started: list[Any]) -> None:
+    assert main(["train", str(config_file), "trainer.max_steps=3"]) == 0
+    assert started[0].config.trainer.max_steps == 3
+    assert started[0].facts.world_size == 1
+
+
+@pytest.mark.parametrize("words", [["--nproc-per-node", "2"], ["trainer.devices=2"]])
+def test_several_ranks_are_started_after_the_check(
+    words: list[str], config_file: Path, started: list[Any]
+) -> None:
+    assert main(["train", str(config_file), *words]) == 3
+    assert started == [(2, ["-m", "shoal.cli", "train", str(config_file), *words])]
+
+
+def test_overrides_and_options_may_be_mixed(config_file: Path, started: list[Any]) -> None:
+    words = ["train", "--allow-commands", "trainer.max_steps=3", "--allow-target", "a.b"]
+    assert main([words[0], str(config_file), *words[1:], "trainer.log_every_n_steps=1"]) == 0
+    config = started[0].config
+    assert (config.trainer.max_steps, config.trainer.log_every_n_steps) == (3, 1)
+    assert config.options.allow_commands
+    assert config.options.allow_targets == ("a.b",)
+
+
+def test_started_ranks_train_where_they_are(
+    config_file: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    assert main(["train", str(config_file), "trainer.num_nodes=2"]) == 0
+    assert started[0].facts.world_size == 4
+    assert started[0].config.trainer.devices == 2
+
+
+def test_ranks_that_do_not_fit_the_nodes_are_refused(
+    config_file: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    assert main(["train", str(config_file)]) == 2
+    assert "trainer.num_nodes = 1  [world-is-devices-times-nodes]" in capsys.readouterr().err
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [(["--nproc-per-node", "0"], "nproc-per-node"), (["trainer.num_nodes=2"], "nodes-need-launcher")],
+)
+def test_what_this_command_cannot_start_is_refused(
+    words: list[str], rule: str, config_file: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config_file), *words]) == 2
+    assert f"[{rule}]" in capsys.readouterr().err
+    assert started == []
+
+
+def test_launchers_are_recognised() -> None:
+    assert launched_world_size({}) is None
+    assert launched_world_size({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}) == 8
+    assert launched_world_size({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}) == 16
+    # The batch script of a Slurm job is not a rank, although it has a process id.
+    assert launched_world_size({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) is None
+
+
+def test_ranks_get_one_thread_and_their_status_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "name = os.environ['RANK']\n"
+        f"pathlib.Path({str(tmp_path)!r}, name).write_text(os.environ['OMP_NUM_THREADS'] + ' '.join(sys.argv[1:]))\n"
+    )
+    assert run_local(2, [str(script), "a=1"]) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["1a=1", "1a=1"]
+    assert torchrun_command(2, ["x.py"])[-3:] == ["--nproc-per-node", "2", "x.py"]
+
+
+def test_hydra_script_composes_and_refuses_like_the_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(merged(base("speech"), {"trainer": {"max_steps": -1}}))
+    )
+    words = [f"--config-path={tmp_path}", "--config-name=mine", "+trainer.max_epochs=1", "++trainer.devics=1"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2, done.stderr
+    assert "trainer.devics = 1  [unknown-key]" in done.stderr
+    assert "run-ends" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
