@@ -14,7 +14,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForCondi
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 SAMPLE_RATE = 16000
-WORDS = "the a one two three four five six seven eight nine ten cat dog sat ran on mat".split()
+WORDS = "the a one two three four five six seven eight nine ten cat dog sat ran on mat".split()  # noqa: SIM905
 
 
 def write_models(root: Path) -> dict[str, str]:
@@ -70,7 +70,9 @@ def configuration(root: Path, *, num_clips: int = 23, **trainer: Any) -> dict[st
     valid = write_manifest(root, "valid", 7, seed=1)
 
     def source(manifest: Path) -> list[dict[str, Any]]:
-        return [{"type": "nemo", "manifest_filepath": str(manifest), "tags": {"context": "say what you hear"}}]
+        return [
+            {"type": "nemo", "manifest_filepath": str(manifest), "tags": {"context": "say what you hear"}}
+        ]
 
     return {
         "model": {

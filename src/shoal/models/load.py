@@ -7,7 +7,8 @@ conversions between checkpoint and model names (stacked experts and the like).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
 
 from shoal.models.lora import adapted_modules
 
@@ -73,7 +75,8 @@ def load_pretrained(
         device_map={"": device},
         ignore_mismatched_sizes=True,  # collected and refused below, together with the other findings
     )
-    found, _ = type(model)._load_pretrained_model(model, tensors, None, config)
+    with _quiet():
+        found, _ = type(model)._load_pretrained_model(model, tensors, None, config)
     # Not `_finalize_model_loading`: it replaces every buffer that no checkpoint holds by uninitialised memory, on
     # the assumption that the model was built on the meta device as a whole.
     model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
@@ -120,6 +123,18 @@ def _into_adapted_layers(tensors: Mapping[str, Any], adapted: Sequence[str]) -> 
         return f"{module}.base_layer.{leaf}" if module in layers else name
 
     return {target(name): tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars, of which every rank would draw its own."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _refuse(source: WeightSource, missing: list[str], unexpected: list[str], mismatched: list[str]) -> None:

@@ -153,7 +153,7 @@ class ShoalModule(pl.LightningModule):
             scheduler.step()
         self.stream_position = batch.position
         self.stop_agreed = header.stop_requested
-        return torch.tensor(result.loss)
+        return torch.tensor(result.loss, dtype=torch.float64)
 
     @override
     def on_validation_epoch_start(self) -> None:

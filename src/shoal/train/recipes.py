@@ -2,110 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import logging
+import os
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-from shoal.config.speech import SalmConfig, SpeechConfig
-from shoal.models.assemble import ModelPlan
-from shoal.models.load import WeightSource
-from shoal.speech.encoders import encoder_spec
-from shoal.speech.perception import AudioPerception
+from shoal.config.errors import Finding
+from shoal.config.speech import SpeechConfig
 from shoal.speech.prompts import PromptFormatter
-from shoal.speech.salm import SALM
-from shoal.train.data import validation_set_names
+from shoal.train.callbacks import ProgressBar
+from shoal.train.data import SpeechData, validation_set_names
 from shoal.train.modules import ShoalModule
+from shoal.train.plans import prompts_of, salm_plan
+from shoal.train.trained import load_trained
+from shoal.train.trainer import StepPlanning, build_trainer, dp_size_of, launched_world, plan_steps
 
-log = logging.getLogger(__name__)
+_IRRELEVANT_WARNINGS = (
+    r".*sync_dist=True.*",  # what the module logs is a global sum over a global count already
+    r".*does not have many workers.*",  # data workers are the user's decision, data.*.num_workers
+    r".*LeafSpec.*is deprecated.*",  # inside Lightning
+    r".*overridden `transfer_batch_to_device`.*",  # in the module, on purpose
+    r".*number of training batches .* is smaller than the logging interval.*",
+)
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
-
-
-def local_folder(name: str) -> Path:
-    """A local folder as it is, or the downloaded snapshot of a hub model.
-
-    Raises:
-        ValueError: Neither a folder nor reachable on the hub.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the hub client raises a dozen unrelated classes
-        raise ValueError(
-            f"{name!r} is neither a folder nor a hub model that can be fetched: {error}"
-        ) from error
-
-
-def load_tokenizer(config: SalmConfig) -> Any:
-    """The tokenizer of the LLM, or the one `tokenizer_path` names."""
-    folder = local_folder(config.tokenizer_path or config.pretrained_llm)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-
-
-def salm_plan(config: SalmConfig, placeholder_id: int, seed: int) -> ModelPlan:
-    """What to build for SALM: LLM and encoder by their folders, projection and adapters from `seed`."""
-    llm_folder, asr_folder = local_folder(config.pretrained_llm), local_folder(config.pretrained_asr)
-    asr_config = AutoConfig.from_pretrained(asr_folder, trust_remote_code=config.trust_remote_code)
-    spec = encoder_spec(asr_config, config.perception.encoder)
-
-    def build() -> nn.Module:
-        llm = _build_llm(config, llm_folder)
-        perception = AudioPerception(
-            spec.build(torch.float32),
-            _preprocessor_config(asr_folder),
-            config.perception,
-            _hidden_size(llm),
-            chunk_seconds=config.encoder_chunk_size_seconds,
-        )
-        return SALM(llm, perception, placeholder_id=placeholder_id)
-
-    encoder = WeightSource("perception.encoder", asr_folder, spec.checkpoint_prefix)
-    return ModelPlan(
-        build,
-        weights=(WeightSource("llm", llm_folder), encoder) if config.pretrained_weights else (),
-        perception="perception",
-        lora=None if config.lora is None else _lora_arguments(config),
-        freeze=config.freeze_params,
-        keep=config.prevent_freeze_params,
-        seed=seed,
-    )
-
-
-def _build_llm(config: SalmConfig, folder: Path) -> PreTrainedModel:
-    llm_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        llm_config,
-        dtype=torch.float32,
-        attn_implementation=_ATTENTION[config.automodel_backend.attn],
-        trust_remote_code=config.trust_remote_code,
-    )
-    return llm
-
-
-def _hidden_size(llm: PreTrainedModel) -> int:
-    embedding = llm.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    return embedding.embedding_dim
-
-
-def _lora_arguments(config: SalmConfig) -> dict[str, Any]:
-    assert config.lora is not None
-    arguments = {name: getattr(config.lora, name) for name in config.lora.__dataclass_fields__}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in arguments.items() if v is not None}
-
-
-def _preprocessor_config(folder: Path) -> dict[str, Any] | None:
-    file = folder / "preprocessor_config.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+__all__ = ["load_trained", "run_training", "speech_module"]
 
 
 def speech_module(config: SpeechConfig, prompts: PromptFormatter) -> ShoalModule:
@@ -129,7 +49,53 @@ def speech_module(config: SpeechConfig, prompts: PromptFormatter) -> ShoalModule
     )
 
 
-def prompts_of(config: SpeechConfig) -> PromptFormatter:
-    """The prompt encoder of a run: the LLM's tokenizer under the configured format."""
-    model = config.model
-    return PromptFormatter(load_tokenizer(model), model.prompt_format, model.audio_locator_tag)
+def run_training(
+    config: SpeechConfig, notices: Sequence[Finding] = (), *, allow_commands: bool = False
+) -> int:
+    """Trains SALM as `config` says, in this process, as one rank of however many the launcher started.
+
+    Args:
+        config: Validated for the world this process is part of.
+        notices: What the loader found worth saying; rank 0 prints it.
+        allow_commands: The user said --allow-commands.
+
+    Returns:
+        The exit status: 0 after the last step.
+
+    Raises:
+        ValueError: Weights, tokenizer or data are refused; on every rank.
+        StoppedForRequeue: A signal or the time limit ended the run after a good save.
+    """
+    world = launched_world(os.environ, config.trainer)
+    dp_size = dp_size_of(config.trainer, world)
+    planning = plan_steps(config.trainer, dp_size)
+    if world.rank == 0:
+        print(resolved_steps(planning, dp_size, notices), flush=True)
+    prompts = prompts_of(config.model)
+    module = speech_module(config, prompts)
+    data = SpeechData(
+        config.data,
+        prompts,
+        global_micro_batches=planning.global_micro_batches,
+        steps_per_epoch=planning.steps_per_epoch,
+        allow_commands=allow_commands,
+    )
+    trainer = build_trainer(config.trainer, world, planning, callbacks=[ProgressBar()])
+    with warnings.catch_warnings():
+        for message in _IRRELEVANT_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        trainer.fit(module, data)
+    return 0
+
+
+def resolved_steps(planning: StepPlanning, dp_size: int, notices: Sequence[Finding]) -> str:
+    """What the counts of the configuration resolved to, and notices, as lines."""
+    rows = {
+        "global micro-batches per step": planning.global_micro_batches,
+        "micro-batches per rank and step": planning.accumulation,
+        "steps per epoch": planning.steps_per_epoch or "to the end of the data",
+        "steps between validations": planning.val_check_interval or "at the end of an epoch",
+        "data-parallel ranks": dp_size,
+    }
+    lines = [f"  {name:<32}{value}" for name, value in rows.items()]
+    return "\n".join([*(f"notice: {notice}" for notice in notices), "steps", *lines])

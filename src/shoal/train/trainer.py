@@ -32,6 +32,7 @@ class World:
 
     size: int
     local_size: int
+    rank: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -59,15 +60,17 @@ class StepPlanning:
 def launched_world(environment: Mapping[str, str], config: TrainerConfig) -> World:
     """The number of processes: from torchrun's or Slurm's variables, else from the configuration.
 
-    >>> launched_world({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, TrainerConfig())
-    World(size=8, local_size=4)
+    >>> launched_world({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}, TrainerConfig())
+    World(size=8, local_size=4, rank=0)
     """
     if "WORLD_SIZE" in environment and "LOCAL_RANK" in environment:
         size = int(environment["WORLD_SIZE"])
-        return World(size, int(environment.get("LOCAL_WORLD_SIZE", size)))
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+        return World(size, local_size, int(environment.get("RANK", environment["LOCAL_RANK"])))
     if "SLURM_NTASKS" in environment and "SLURM_PROCID" in environment:
         size = int(environment["SLURM_NTASKS"])
-        return World(size, max(1, size // int(environment.get("SLURM_NNODES", "1"))))
+        local_size = max(1, size // int(environment.get("SLURM_NNODES", "1")))
+        return World(size, local_size, int(environment["SLURM_PROCID"]))
     local = config.devices if isinstance(config.devices, int) and config.devices > 0 else 1
     return World(local * config.num_nodes, local)
 

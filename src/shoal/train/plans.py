@@ -1,0 +1,107 @@
+"""What to build for SALM: from names of models to a `ModelPlan` and a prompt encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from shoal.config.speech import SalmConfig
+from shoal.models.assemble import ModelPlan
+from shoal.models.load import WeightSource
+from shoal.speech.encoders import encoder_spec
+from shoal.speech.perception import AudioPerception
+from shoal.speech.prompts import PromptFormatter
+from shoal.speech.salm import SALM
+
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+
+
+def local_folder(name: str) -> Path:
+    """A local folder as it is, or the downloaded snapshot of a hub model.
+
+    Raises:
+        ValueError: Neither a folder nor reachable on the hub.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub client raises a dozen unrelated classes
+        raise ValueError(
+            f"{name!r} is neither a folder nor a hub model that can be fetched: {error}"
+        ) from error
+
+
+def load_tokenizer(config: SalmConfig) -> Any:
+    """The tokenizer of the LLM, or the one `tokenizer_path` names."""
+    folder = local_folder(config.tokenizer_path or config.pretrained_llm)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+
+
+def salm_plan(config: SalmConfig, placeholder_id: int, seed: int) -> ModelPlan:
+    """What to build for SALM: LLM and encoder by their folders, projection and adapters from `seed`."""
+    llm_folder, asr_folder = local_folder(config.pretrained_llm), local_folder(config.pretrained_asr)
+    asr_config = AutoConfig.from_pretrained(asr_folder, trust_remote_code=config.trust_remote_code)
+    spec = encoder_spec(asr_config, config.perception.encoder)
+
+    def build() -> nn.Module:
+        llm = _build_llm(config, llm_folder)
+        perception = AudioPerception(
+            spec.build(torch.float32),
+            _preprocessor_config(asr_folder),
+            config.perception,
+            _hidden_size(llm),
+            chunk_seconds=config.encoder_chunk_size_seconds,
+        )
+        return SALM(llm, perception, placeholder_id=placeholder_id)
+
+    encoder = WeightSource("perception.encoder", asr_folder, spec.checkpoint_prefix)
+    return ModelPlan(
+        build,
+        weights=(WeightSource("llm", llm_folder), encoder) if config.pretrained_weights else (),
+        perception="perception",
+        lora=None if config.lora is None else _lora_arguments(config),
+        freeze=config.freeze_params,
+        keep=config.prevent_freeze_params,
+        seed=seed,
+    )
+
+
+def _build_llm(config: SalmConfig, folder: Path) -> PreTrainedModel:
+    llm_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        llm_config,
+        dtype=torch.float32,
+        attn_implementation=_ATTENTION[config.automodel_backend.attn],
+        trust_remote_code=config.trust_remote_code,
+    )
+    return llm
+
+
+def _hidden_size(llm: PreTrainedModel) -> int:
+    embedding = llm.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return embedding.embedding_dim
+
+
+def _lora_arguments(config: SalmConfig) -> dict[str, Any]:
+    assert config.lora is not None
+    arguments = {name: getattr(config.lora, name) for name in config.lora.__dataclass_fields__}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in arguments.items() if v is not None}
+
+
+def _preprocessor_config(folder: Path) -> dict[str, Any] | None:
+    file = folder / "preprocessor_config.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def prompts_of(config: SalmConfig) -> PromptFormatter:
+    """The prompt encoder of a run: the LLM's tokenizer under the configured format."""
+    return PromptFormatter(load_tokenizer(config), config.prompt_format, config.audio_locator_tag)
