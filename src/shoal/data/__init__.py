@@ -4,9 +4,9 @@ from shoal.data.conversation import AudioTurn, Conversation, EncodedPrompt, Prom
 from shoal.data.dataset import MicroBatch, StepBatch, StepDataset, empty_micro_batch
 from shoal.data.position import StepPlan, StreamPosition
 from shoal.data.seeds import derive_seed, draw_entropy
+from shoal.data.steps import StepSampler
 from shoal.data.stream import (
     StepLoader,
-    StepSampler,
     ValidationLoader,
     build_train_loader,
     build_validation_loaders,

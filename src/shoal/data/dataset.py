@@ -92,19 +92,22 @@ class StepDataset(Dataset[StepBatch]):
     def __getitem__(self, plan: StepPlan) -> StepBatch:
         """Loads one step."""
         skipped = Counter(plan.skipped)
-        pad_id = self._prompts.pad_id
         try:
             batches = [self._micro_batch(items, plan.epoch, skipped) for items in plan.micro_batches]
         except SampleError as error:
             logger.error("%s", error)
-            batches = [empty_micro_batch(pad_id) for _ in plan.micro_batches]
+            batches = [self.empty() for _ in plan.micro_batches]
             return StepBatch(batches, plan.position, str(error), dict(skipped))
         return StepBatch(batches, plan.position, None, dict(skipped))
+
+    def empty(self) -> MicroBatch:
+        """Returns an empty micro-batch."""
+        return empty_micro_batch(self._prompts.pad_id)
 
     def _micro_batch(self, items: Sequence[Conversation], epoch: int, skipped: Counter[str]) -> MicroBatch:
         loaded = [example for item in items if (example := self._load(item, skipped)) is not None]
         if not loaded:
-            return empty_micro_batch(self._prompts.pad_id)
+            return self.empty()
         return collate(loaded, self._prompts.pad_id, seed=self._seed, epoch=epoch)
 
     def _load(self, conversation: Conversation, skipped: Counter[str]) -> Loaded | None:

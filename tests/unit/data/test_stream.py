@@ -6,12 +6,15 @@ Most tests use manifests whose audio files do not exist, which proves that sampl
 from __future__ import annotations
 
 import logging
+import os
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 
 from shoal.config.speech import InputConfig
 from shoal.data import StepSampler, StreamPosition, build_train_loader, order_seed_of
@@ -342,3 +345,41 @@ def test_a_configuration_without_a_limit_is_refused(tmp_path):
         build_train_loader(replace(dataset(manifest), batch_size=None), CharPrompts(), **keys)
     with pytest.raises(ValueError, match="measure_total_length"):
         build_train_loader(dataset(manifest, measure_total_length=False), CharPrompts(), **keys)
+
+
+# ------------------------------------------------------------------------------------- failures and side effects
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failure_of_the_sampler_is_the_error_of_a_step_and_not_raised_on_one_rank(tmp_path, workers):
+    manifest = corpus.write_nemo(tmp_path, clips(6))
+    with manifest.open("a") as file:
+        file.write("{broken\n")
+    config = dataset(manifest, batch_size=1, num_workers=workers)
+    loader = build_train_loader(config, CharPrompts(), dp_rank=1, dp_size=2, global_micro_batches=3)
+    *good, failed = list(loader)
+    assert [batch.error for batch in good] == [None] * len(good)
+    assert "manifest.json:7: not JSON" in failed.error
+    assert [one["is_empty"] for one in failed.micro_batches] == [True, True]
+
+
+class DyingPrompts(CharPrompts):
+    def encode(self, conversation):
+        os._exit(1)
+
+
+def test_a_worker_that_dies_is_the_error_of_a_step(tmp_path):
+    config = dataset(corpus.write_nemo(tmp_path, clips(2)), num_workers=1)
+    loader = build_train_loader(config, DyingPrompts(), dp_rank=0, dp_size=1, global_micro_batches=1)
+    (failed,) = list(loader)
+    assert "exited unexpectedly" in failed.error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_global_generators_alone(tmp_path, workers):
+    config = dataset(corpus.write_nemo(tmp_path, clips(4)), num_workers=workers, shuffle=True)
+    loader = build_train_loader(config, CharPrompts(), dp_rank=0, dp_size=1, global_micro_batches=1)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert len(list(loader)) == 2
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
