@@ -93,4 +93,5 @@ def _train(loaded: Loaded) -> int:
 
     if not isinstance(loaded.config, SpeechConfig):
         raise TypeError("the rule llm-recipe refuses the LLM recipe before it comes here")
-    return run_training(loaded.config, loaded.notices)
+    allowed = loaded.config.options.allow_commands
+    return run_training(loaded.config, loaded.notices, allow_commands=allowed)

@@ -35,12 +35,13 @@ class ParallelismSizes:
 class MixedPrecisionConfig:
     """dtypes of the compute copy of the parameters, of the gradient reduction and of the root's output.
 
-    None keeps the stored dtype. Gradients reduce in fp32 unless the user says otherwise.
+    None keeps the stored dtype. Gradients reduce in fp32 unless the user says otherwise. The root of a training
+    module returns fp32 sums, so its output has no dtype to choose.
     """
 
     param_dtype: DtypeName | None = "bfloat16"
     reduce_dtype: DtypeName | None = "float32"
-    output_dtype: DtypeName | None = "bfloat16"
+    output_dtype: DtypeName | None = None
     cast_forward_inputs: bool = True
 
 

@@ -217,7 +217,7 @@ class TrainerConfig:
     logger: bool = False
     enable_checkpointing: bool = False
     enable_progress_bar: bool = True
-    enable_model_summary: bool = True
+    enable_model_summary: bool = False
     callbacks: tuple[TargetConfig, ...] = ()
     default_root_dir: str | None = None
     use_distributed_sampler: bool | None = None

@@ -315,3 +315,13 @@ def test_any_data_loads_or_is_refused(data: dict[str, Any]) -> None:
         assert error.findings
     else:
         assert load_config(config.to_dict()) == config
+
+
+def test_llm_file_of_automodel_loads() -> None:
+    model = {
+        "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+        "pretrained_model_name_or_path": "a-public/llm",
+    }
+    config = load_config({"model": model, "distributed": {"strategy": "fsdp2"}}, world_size=8)
+    assert config.model.target == "transformers.AutoModelForCausalLM.from_pretrained"
+    assert load_config(config.to_dict(), world_size=8) == config

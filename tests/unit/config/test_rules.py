@@ -41,6 +41,14 @@ def _train(**keys: Any) -> dict[str, Any]:
     return {"data": {"train_ds": keys}}
 
 
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    *parents, last = key.split(".")
+    nested: dict[str, Any] = {last: value}
+    for name in reversed(parents):
+        nested = {name: nested}
+    return nested
+
+
 _SOURCE = {"type": "lhotse_as_conversation", "cuts_path": "a.jsonl"}
 
 # rule, recipe, world size, what is written over the base
@@ -137,6 +145,35 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         _mesh(distributed_config={"tp_plan": {"a": "colwise"}}),
     ),
     ("not-yet-trainer-strategy-moe-config", "speech", 2, _mesh(moe_config={})),
+    *(
+        ("not-yet-" + key.replace(".", "-").replace("_", "-"), "speech", None, _nested(key, value))
+        for key, value in (
+            ("trainer.enable_model_summary", True),
+            ("trainer.limit_test_batches", 2),
+            ("trainer.limit_predict_batches", 2),
+            ("data.test_ds", {"cuts_path": "a", "batch_size": 1}),
+            ("data.predict_ds", {"cuts_path": "a", "batch_size": 1}),
+            ("exp_manager.resume_past_end", True),
+            ("exp_manager.disable_validation_on_resume", True),
+            ("exp_manager.seconds_to_sleep", 5),
+            ("exp_manager.create_early_stopping_callback", True),
+            ("exp_manager.checkpoint_callback_params.always_save_nemo", True),
+            ("exp_manager.checkpoint_callback_params.save_nemo_on_train_end", True),
+            ("exp_manager.checkpoint_callback_params.async_save", True),
+        )
+    ),
+    (
+        "not-yet-trainer-strategy-save-distributed-checkpoint",
+        "speech",
+        None,
+        _mesh(save_distributed_checkpoint=False),
+    ),
+    (
+        "not-yet-trainer-strategy-distributed-config-mp-policy-output-dtype",
+        "speech",
+        None,
+        _mesh(distributed_config={"mp_policy": {"output_dtype": "float32"}}),
+    ),
     ("not-yet-compile-enabled", "llm", None, {"compile": {"enabled": True}}),
     ("not-yet-distributed-options-tp-plan", "llm", None, _distributed(tp_plan={"a": "colwise"})),
     (
