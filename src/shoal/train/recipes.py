@@ -10,8 +10,8 @@ from dataclasses import replace
 from shoal.config.errors import Finding
 from shoal.config.speech import SpeechConfig
 from shoal.speech.prompts import PromptFormatter
-from shoal.train.callbacks import ProgressBar
 from shoal.train.data import SpeechData, validation_set_names
+from shoal.train.experiment import setup_experiment
 from shoal.train.modules import ShoalModule
 from shoal.train.plans import prompts_of, salm_plan
 from shoal.train.trained import load_trained
@@ -80,7 +80,10 @@ def run_training(
         steps_per_epoch=planning.steps_per_epoch,
         allow_commands=allow_commands,
     )
-    trainer = build_trainer(config.trainer, world, planning, callbacks=[ProgressBar()])
+    experiment = setup_experiment(config, world.size)
+    trainer = build_trainer(
+        config.trainer, world, planning, loggers=experiment.loggers, callbacks=experiment.callbacks
+    )
     with warnings.catch_warnings():
         for message in _IRRELEVANT_WARNINGS:
             warnings.filterwarnings("ignore", message)

@@ -13,11 +13,11 @@ from shoal.config import SpeechConfig, load_config
 from shoal.models.assemble import Numerics, assemble
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
+from shoal.train.experiment import CHECKPOINTS
 from shoal.train.plans import prompts_of, salm_plan
 from shoal.train.weights import load_weights
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 
 
 def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]:

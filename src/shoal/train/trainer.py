@@ -22,6 +22,7 @@ from shoal.config.speech import StrategyConfig, TrainerConfig
 from shoal.config.steps import global_micro_batches
 from shoal.config.targets import resolve_target
 from shoal.mesh.sizes import resolve_sizes
+from shoal.train.callbacks import ModelCheckpoint
 from shoal.train.precision import ShoalPrecision
 from shoal.train.strategy import AutomodelParallelStrategy
 
@@ -164,7 +165,8 @@ def build_trainer(
         log_every_n_steps=config.log_every_n_steps,
         logger=list(loggers) or config.logger,
         callbacks=[*callbacks, *own],
-        enable_checkpointing=False,  # our own callback saves; Lightning's would write a second, unsharded state
+        # Only our own callback saves: Lightning would add one that writes an unsharded, pickled state.
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         enable_progress_bar=config.enable_progress_bar,
         enable_model_summary=False,  # the layout table counts parameters, also when they are sharded
         default_root_dir=config.default_root_dir,
