@@ -22,18 +22,20 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if is_distributed() else 0
 
 
-def agreed(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def agreed(
+    action: Callable[[], T], group: dist.ProcessGroup | None, error_type: type[Exception] = CheckpointError
+) -> T:
     """Run `action` on every rank, then agree on how it went. Collective over `group`.
 
-    `action` itself must not contain a collective: a rank that failed early would leave the others waiting in
-    it.
+    `action` itself must not contain a collective: a rank that failed early would leave the others waiting.
 
     Args:
         action: local work; each rank gets its own result.
         group: the ranks that must agree; None is the default group.
+        error_type: what to raise.
 
     Raises:
-        CheckpointError: it failed somewhere; the message is the same on every rank and names the origin.
+        Exception: of `error_type`, when it failed anywhere; the same message on every rank names the origin.
     """
     result: T | None = None
     error: Exception | None = None
@@ -41,17 +43,23 @@ def agreed(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = action()
     except Exception as caught:  # whatever it was, the peers must hear of it
         error = caught
-    failures = [
-        f"rank {rank}: {text}" for rank, text in enumerate(gather_text(describe(error), group)) if text
-    ]
+    texts = gather_text(describe(error), group)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failures:
-        raise CheckpointError(failures[0]) from error
+        raise error_type(failures[0]) from error
     return result  # type: ignore[return-value]  # set, or an error was raised
 
 
-def agreed_on_origin(action: Callable[[], object], group: dist.ProcessGroup | None) -> None:
-    """Like `agreed`, but `action` runs on rank 0 of the group only."""
-    agreed(lambda: action() if rank_of(group) == 0 else None, group)
+def from_origin(
+    action: Callable[[], T], group: dist.ProcessGroup | None, error_type: type[Exception] = CheckpointError
+) -> T:
+    """Like `agreed`, but `action` runs on rank 0 of the group only and every rank gets its result."""
+    own = agreed(lambda: action() if rank_of(group) == 0 else None, group, error_type)
+    if not is_distributed():
+        return own  # type: ignore[return-value]  # this process is the origin
+    values = [own]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]  # type: ignore[return-value]
 
 
 def describe(error: BaseException | None) -> str:

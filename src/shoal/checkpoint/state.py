@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint import optimizer as optimizer_state
-from shoal.checkpoint.agree import agreed, agreed_on_origin, describe, gather_text, is_distributed, rank_of
+from shoal.checkpoint.agree import agreed, describe, from_origin, gather_text, is_distributed, rank_of
 from shoal.checkpoint.plain import decode, encode
 from shoal.checkpoint.reader import TensorReader
 from shoal.checkpoint.rng import RandomState
@@ -121,13 +121,13 @@ def save_state(
         "position": dict(position or {}),
         "layout": _layout(layout, group),
     }
-    agreed_on_origin(lambda: store.prepare(path.name), group)
+    from_origin(lambda: store.prepare(path.name), group)
     try:
         tensors, plain = _collected(model, optimizer, scheduler, extra, group)
         _write_tensors(target, tensors, group)
         agreed(lambda: _write_own(target, rng or RandomState.capture(), group), group)
-        agreed_on_origin(lambda: _write_shared(target, plain, manifest), group)
-        agreed_on_origin(lambda: store.publish(path.name), group)
+        from_origin(lambda: _write_shared(target, plain, manifest), group)
+        from_origin(lambda: store.publish(path.name), group)
     except CheckpointError as error:
         if rank_of(group) == 0:
             store.discard(path.name)

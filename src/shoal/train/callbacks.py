@@ -34,7 +34,9 @@ class ModelCheckpoint(LightningModelCheckpoint):
     - a checkpoint is a directory without an extension; `/` in a formatted name becomes `_`;
     - `save_last` costs nothing when the step was saved as one of the best: that directory is the last one
       too. Otherwise it is `step=N-last`, and at most one of those exists. `save_last: link` is the same;
-    - a monitored value is always fresh: when validation follows the batch, the save waits for it;
+    - a step is ranked by its own value only: a save that is due waits for a validation that follows at once, and
+      without one it is made for `save_last` alone;
+    - `save_last` includes the step that ends the run;
     - the newest complete checkpoint is never deleted;
     - `save_weights_only` is refused: such a checkpoint could not be resumed.
 
@@ -46,6 +48,8 @@ class ModelCheckpoint(LightningModelCheckpoint):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._is_validation_value = False
+        self._validated_step = -1
         if self.save_weights_only:
             raise ValueError(
                 "save_weights_only: true is refused, the run could not resume; export the model instead"
@@ -63,13 +67,33 @@ class ModelCheckpoint(LightningModelCheckpoint):
     ) -> None:
         if self._should_skip_saving_checkpoint(trainer) or not self._is_due(trainer):
             return
-        candidates = self._monitor_candidates(trainer)
-        missing = self.monitor is not None and self.monitor not in candidates
-        if missing or (self.monitor is not None and validation_is_due(trainer)):
+        if self.monitor is not None and validation_is_due(trainer):
             self._defer_save_until_validation = True
             return
+        candidates = self._monitor_candidates(trainer)
         self._save_topk_checkpoint(trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        validated = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
+        self._is_validation_value = self.monitor in validated
+        self._validated_step = trainer.global_step
+        super().on_validation_end(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    @override
+    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self.monitor in monitor_candidates:
+            old = self._is_validation_value and self._validated_step != trainer.global_step
+        else:
+            old = self.monitor is not None and not trainer.fit_loop.epoch_loop.val_loop._has_run
+        if not old:  # a name that no validation logs is an error that Lightning raises
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def save_now(self, trainer: pl.Trainer, during_validation: bool = False) -> str:
         """Save this step, if it is not saved yet, outside the ranking by score; returns the path. Collective.

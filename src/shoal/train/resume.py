@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from shoal.checkpoint.agree import from_origin
 from shoal.checkpoint.state import LoadedState, load_state, save_state
 from shoal.checkpoint.store import CheckpointError
 from shoal.train.strategy import distributed_setup
@@ -99,18 +100,28 @@ def restore_run(trainer: pl.Trainer, module: pl.LightningModule, path: str | os.
 
 
 class ResumeRun(pl.Callback):
-    """Continues the run saved at `path`.
+    """Continues a saved run.
 
-    The random state is set just before the first training step, after everything that draws numbers on the
-    way there (loaders draw a seed when they start). Without a path it does nothing.
+    The checkpoint is looked for by rank 0, as soon as the ranks are connected. It is loaded when the model is
+    in its layout; the random state is set just before the first training step, after everything that draws
+    numbers on the way there (loaders draw a seed when they start). Without a checkpoint nothing happens.
 
     Args:
-        path: a complete checkpoint directory, or None for a fresh run.
+        source: a complete checkpoint directory, None for a fresh run, or a function that finds one of these.
+
+    Raises:
+        ValueError: (in `setup`, on every rank) the function refused.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.path = path
+    def __init__(self, source: str | os.PathLike[str] | None | Callable[[], Path | None]) -> None:
+        self.path = None if source is None or callable(source) else Path(source)
+        self._find = source if callable(source) else None
         self._loaded: LoadedState | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and self._find is not None:
+            self.path = from_origin(self._find, None, ValueError)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,9 +131,8 @@ class ResumeRun(pl.Callback):
         # Lightning looks for a `state_dict` of the loader; ours starts at the module's stream position instead.
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
         if trainer.is_global_zero:
-            _log.info(
-                "resumed %s at step %d, data position %s", self.path, self._loaded.step, self._loaded.position
-            )
+            loaded = self._loaded
+            _log.info("resumed %s at step %d, data position %s", self.path, loaded.step, loaded.position)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

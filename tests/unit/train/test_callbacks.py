@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from shoal.checkpoint.store import CheckpointStore
 from shoal.train.callbacks import ModelCheckpoint, ProgressBar
@@ -56,6 +57,29 @@ def test_leftover_last_checkpoints_of_a_killed_run_are_removed(tmp_path):
     assert _names(tmp_path) == ["step=2-last"]
     _fit(tmp_path, 7, **MONITORED)  # a fresh run, which knows nothing of the other's
     assert _names(tmp_path) == ["step=3", "step=6", "step=7-last"]
+
+
+def _fit_rarely_validated(directory: Path, **saving: Any) -> ModelCheckpoint:
+    checkpoint = ModelCheckpoint(dirpath=directory, filename="{step}", monitor="val_loss", **saving)
+    options = {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_steps": 7}
+    trainer("auto", 1, directory, [checkpoint], **options).fit(Toy())
+    return checkpoint
+
+
+def test_a_step_is_not_ranked_by_the_value_of_an_earlier_one(tmp_path):
+    checkpoint = _fit_rarely_validated(tmp_path, every_n_train_steps=2, save_top_k=-1, save_last=False)
+    assert _names(tmp_path) == ["step=4"] == [Path(path).name for path in checkpoint.best_k_models]
+
+
+def test_the_last_one_is_saved_between_validations_and_at_the_end(tmp_path):
+    checkpoint = _fit_rarely_validated(tmp_path, every_n_train_steps=2, save_top_k=-1, save_last=True)
+    assert _names(tmp_path) == ["step=4", "step=7-last"]
+    assert Path(checkpoint.last_model_path).name == "step=7-last"
+
+
+def test_a_monitor_that_no_validation_logs_is_an_error(tmp_path):
+    with pytest.raises(MisconfigurationException, match="could not find the monitored key"):
+        _fit(tmp_path, 4, monitor="val_los", every_n_train_steps=1)
 
 
 def test_without_a_monitor_the_newest_is_kept(tmp_path):
