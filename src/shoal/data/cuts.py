@@ -108,9 +108,8 @@ def _with_checked_sources(cut: Cut, manifest: str, allow_commands: bool) -> Cut:
         if source.type in ("command", "url") and not allow_commands:
             raise ValueError(
                 f"{origin}: its recording has a source of type {source.type!r}, which runs a command or "
-                "reaches "
-                "the network; only files are read. Copy the data to a file, or pass --allow-commands if you "
-                "trust this manifest"
+                "reaches the network; only files are read. Copy the data to a file, or pass "
+                "--allow-commands if you trust this manifest"
             )
         if source.type == "file":
             refuse_remote(source.source, origin, allow_commands)

@@ -135,8 +135,7 @@ class StepDataset(Dataset[StepBatch]):
         if placeholders != len(conversation.audio_turns):
             raise ValueError(
                 f"the prompt has {placeholders} audio placeholders for {len(conversation.audio_turns)} "
-                "audio turns; "
-                "does a text contain the audio_locator_tag?"
+                "audio turns; does a text contain the audio_locator_tag?"
             )
         if len(prompt.input_ids) != len(prompt.loss_mask):
             raise ValueError(f"{len(prompt.input_ids)} token ids and {len(prompt.loss_mask)} mask entries")

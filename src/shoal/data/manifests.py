@@ -57,8 +57,8 @@ class AudioLocator:
             return next(iter(self._archives.values()))
         if shard_id is None or shard_id not in self._archives:
             raise ValueError(
-                f"{origin}: shard_id is {shard_id!r}, and the archives have {sorted(self._archives)}; "
-                "give each line the shard_id of its archive, or one manifest per archive"
+                f"{origin}: shard_id is {shard_id!r}, and the archives have {sorted(self._archives)}; give "
+                "each line the shard_id of its archive, or one manifest per archive"
             )
         return self._archives[shard_id]
 

@@ -134,8 +134,8 @@ class MicroBatchStream:
         if rows == 0 and self._budget.batch_size is None and self._budget.batch_tokens is None:
             raise ValueError(
                 f"{self.key}: conversation {conversation.id!r} has no audio, and batch_duration is the "
-                "only limit, "
-                "so a batch of such conversations would never be full; set batch_tokens or batch_size as well"
+                "only limit, so a batch of such conversations would never be full; set batch_tokens or "
+                "batch_size as well"
             )
         length = float(tokens) if self._length_in_tokens else conversation.duration
         return Sized(conversation, conversation.longest_audio, rows, tokens, length)
@@ -173,8 +173,7 @@ def _budget_of(config: DatasetConfig, key: str) -> Budget:
     if not config.measure_total_length:
         raise ValueError(
             f"{key}.measure_total_length: false is not supported, because a micro-batch is padded to its "
-            "whole "
-            "length, answers included; set it to true"
+            "whole length, answers included; set it to true"
         )
     sizes = config.bucket_batch_size
     if (
@@ -184,8 +183,8 @@ def _budget_of(config: DatasetConfig, key: str) -> Budget:
         and not sizes
     ):
         raise ValueError(
-            f"{key}: batch_size, batch_duration, batch_tokens and bucket_batch_size are all unset; "
-            "set at least one limit of a micro-batch"
+            f"{key}: batch_size, batch_duration, batch_tokens and bucket_batch_size are all unset; set at "
+            "least one limit of a micro-batch"
         )
     return Budget(
         # Fixed sizes replace this one bucket by bucket.

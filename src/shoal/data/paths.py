@@ -57,8 +57,8 @@ def refuse_remote(path: str, origin: str, allow_commands: bool) -> None:
         return
     if path.startswith("pipe:") or is_url(path):
         raise ValueError(
-            f"{origin}: {path!r} runs a command or reaches the network; only files are read. "
-            "Copy the data to a file, or pass --allow-commands if you trust this manifest"
+            f"{origin}: {path!r} runs a command or reaches the network; only files are read. Copy the data "
+            "to a file, or pass --allow-commands if you trust this manifest"
         )
 
 

@@ -171,8 +171,7 @@ class Buckets:
         if len(sizes) not in (len(bounds), len(bounds) + 1):
             raise ValueError(
                 f"bucket_batch_size: has {len(sizes)} entries for {len(bounds)} bounds; give one per "
-                "bound, or one "
-                "more for what is longer than the last"
+                "bound, or one more for what is longer than the last"
             )
         budgets: list[Budget | None] = [budget(size) for size in sizes]
         return Buckets(tuple(bounds), tuple(budgets + [None] * (len(bounds) + 1 - len(sizes))), buffer_size)

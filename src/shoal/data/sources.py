@@ -226,8 +226,8 @@ def _archives_of(
         return [{0: archive} for archive in archives]
     if len(manifests) > 1:
         raise ValueError(
-            f"{key}: {len(manifests)} manifests and {len(archives)} archives; give one manifest per archive, "
-            "or one manifest whose lines have a shard_id"
+            f"{key}: {len(manifests)} manifests and {len(archives)} archives; give one manifest per "
+            "archive, or one manifest whose lines have a shard_id"
         )
     by_id = {_shard_id(path, index): path for index, path in enumerate(archives)}
     if len(by_id) < len(archives):

@@ -84,8 +84,7 @@ class StepSampler(Sampler[StepPlan]):
             if taken == 0 and position.consumed == 0:
                 raise ValueError(
                     f"{self._stream.key}: not one step in epoch {position.epoch}; the sources are empty, "
-                    "or every "
-                    f"example was left out: {dict(self._left_out)}"
+                    f"or every example was left out: {dict(self._left_out)}"
                 )
             if remaining is None and taken > 0:
                 return
@@ -194,15 +193,13 @@ def _replay(batches: Iterator[MicroBatchItems], position: StreamPosition, key: s
     if passed < position.consumed:
         raise ValueError(
             f"{key}: the checkpoint consumed {position.consumed} micro-batches of epoch {position.epoch}, "
-            "and the "
-            f"epoch now has {passed}; the data or its batching changed. Restore them, or start the next "
-            "epoch with "
-            f"StreamPosition(epoch={position.epoch + 1})"
+            f"and the epoch now has {passed}; the data or its batching changed. Restore them, or start the "
+            f"next epoch with StreamPosition(epoch={position.epoch + 1})"
         )
     if position.consumed and digest != position.digest:
         logger.warning(
             "%s: the first %d micro-batches of epoch %d are not the ones that were consumed before the "
-            "checkpoint: "
-            "the data or its batching changed, so some examples of this epoch may come twice or not at all",
+            "checkpoint: the data or its batching changed, so some examples of this epoch may come twice "
+            "or not at all",
             key, position.consumed, position.epoch,
         )  # fmt: skip
