@@ -346,6 +346,9 @@ class ExpManagerConfig:
     create_tensorboard_logger: bool = True
     create_wandb_logger: bool = False
     wandb_logger_kwargs: Mapping[str, Any] = field(default_factory=FrozenDict)
+    create_mlflow_logger: bool = False
+    mlflow_logger_kwargs: Mapping[str, Any] = field(default_factory=FrozenDict)
+    create_csv_logger: bool = False
     create_checkpoint_callback: bool = True
     checkpoint_callback_params: CheckpointCallbackConfig = CheckpointCallbackConfig()
     create_preemption_callback: bool = True
