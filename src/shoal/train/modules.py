@@ -73,6 +73,7 @@ class ShoalModule(pl.LightningModule):
         self.init_from_checkpoint = init_from_checkpoint
         self.stream_position = StreamPosition()
         self.stop_agreed = False
+        self.last_result: StepResult | None = None
         self.layout = ""
         self._parallel: ParallelModel | None = None
         self._validation_sums: Tensor = torch.zeros(0)
@@ -148,6 +149,7 @@ class ShoalModule(pl.LightningModule):
             max_norm=self.gradient_clip_val,
             header=header,
         )
+        self.last_result = result
         self._log_step(result)
         if (scheduler := self._scheduler()) is not None:
             scheduler.step()
