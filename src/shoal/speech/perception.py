@@ -32,7 +32,7 @@ class AudioPerception(nn.Module):
     follow NeMo's layout: `encoder.*` (as in transformers), `modality_adapter.*`, `proj.*`; the preprocessor
     has no parameters.
 
-    A frozen encoder stays in eval mode and runs without an autograd graph.
+    A frozen encoder stays in eval mode and, as nothing below it trains, keeps no autograd graph.
 
     Args:
         encoder: A transformers speech encoder (Parakeet or Whisper).
@@ -153,13 +153,10 @@ class AudioPerception(nn.Module):
         return embeddings, lengths
 
     def _encode(self, mel: Tensor, mel_lens: Tensor) -> tuple[Tensor, Tensor]:
-        if not is_frozen(self.encoder):
-            return self.speech_encoder.encode(mel, mel_lens)
         # Freezing may come after train(): a frozen encoder must not drop out or move its batch statistics.
-        if self.encoder.training:
+        if self.encoder.training and is_frozen(self.encoder):
             self.encoder.train(False)
-        with torch.no_grad():
-            return self.speech_encoder.encode(mel, mel_lens)
+        return self.speech_encoder.encode(mel, mel_lens)
 
     def train(self, mode: bool = True) -> AudioPerception:
         """Sets the mode; frozen parts stay in eval mode."""

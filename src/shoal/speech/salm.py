@@ -150,8 +150,6 @@ class SALM(nn.Module):
     def _token_losses(self, embeddings: Tensor, layout: splice.Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Returns cross-entropy, correctness and supervision, each [B, K], at the K labelled columns."""
         columns = (layout.labels != splice.IGNORE).any(0).nonzero()[:, 0]
-        if len(columns) == 0:  # still through the head, so that every rank runs the same collectives
-            columns = columns.new_zeros(1)
         labels = layout.labels[:, columns]
         logits = self._logits(embeddings, layout, columns)
         if logits.dtype != torch.float64:
@@ -183,12 +181,10 @@ class SALM(nn.Module):
             raise ValueError("SALM.generate in training mode: call model.eval() first")
         prompts = {**micro_batch, "loss_mask": torch.zeros_like(micro_batch["loss_mask"])}
         embeddings, layout = self._embed(prompts, padding="left")
-        mask = layout.attention_mask.clone()
-        mask[:, -1] = True  # an empty row would be fully masked
         llm: Any = self.llm
         tokens: Tensor = llm.generate(
             inputs_embeds=embeddings,
-            attention_mask=mask.long(),
+            attention_mask=layout.attention_mask.long(),
             synced_gpus=self._is_sharded(),
             **{"do_sample": False, **options},
         )

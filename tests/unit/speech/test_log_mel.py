@@ -60,6 +60,17 @@ def test_features_do_not_depend_on_the_batch(make) -> None:
         torch.testing.assert_close(together[index, :length], alone[0, :length], rtol=1e-5, atol=1e-5)
 
 
+def test_mirrored_samples_behind_a_full_window_do_not_set_the_clips_floor() -> None:
+    """A burst at the very end of a window is louder in the mirrored frames than in the clip's own."""
+    audios = 1e-3 * torch.randn(2, 32000, generator=torch.Generator().manual_seed(0))
+    audios[0, 15990:16000] = 1.0
+    audios[0, 16000:] = 0.0
+    front = WhisperLogMel(WHISPER, 100)
+    together, _ = front(audios, torch.tensor([16000, 32000]))
+    alone, _ = front(audios[:1, :16000], torch.tensor([16000]))
+    torch.testing.assert_close(together[0, :100], alone[0], rtol=1e-5, atol=1e-5)
+
+
 def test_parakeet_zeroes_what_lies_behind_the_clip_and_survives_single_frames() -> None:
     mel, lens = ParakeetLogMel(PARAKEET)(torch.randn(3, 8000), torch.tensor([8000, 160, 100]))
     assert lens.tolist() == [50, 1, 0]

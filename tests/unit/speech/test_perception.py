@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ParakeetCTCConfig, WhisperConfig
+from transformers import (
+    ParakeetCTCConfig,
+    ParakeetFeatureExtractor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+)
 
 from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig, SpecAugmentConfig
 from shoal.models.meta import parameters_on_meta
@@ -81,6 +86,21 @@ def test_a_clip_longer_than_whispers_window_is_encoded_whole() -> None:
     moved = (model(changed, lens)[0] - embeddings).abs().amax(-1)[0]
     assert moved[3100:].max() > 1e-3
     assert moved[:2999].max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoded_frames_are_those_of_transformers_own_pipeline(kind: str) -> None:
+    """Feature extractor and encoder of transformers, on clips of unequal lengths in one batch."""
+    model = perception(kind)
+    audios, lens = audio(16000, 9000, 12345)
+    arrays = [row[:length].numpy() for row, length in zip(audios, lens.tolist(), strict=True)]
+    extractor = WhisperFeatureExtractor(chunk_length=1) if kind == "whisper" else ParakeetFeatureExtractor()
+    inputs = extractor(arrays, sampling_rate=16000, return_tensors="pt")
+    expected = model.encoder(**inputs).last_hidden_state
+    hidden, lengths = model._encode(*model.preprocessor(audios, lens))
+    for row, length in enumerate(lengths.tolist()):
+        assert length > 0
+        torch.testing.assert_close(hidden[row, :length], expected[row, :length], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
