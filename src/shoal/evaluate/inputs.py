@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from shoal.config.build import Report, convert
 from shoal.config.errors import ConfigError

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import yaml  # type: ignore[import-untyped]
+import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
