@@ -26,6 +26,7 @@ from shoal.mesh.init import initialize_distributed
 from shoal.models.meta import cast_stored
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
+from shoal.train.trained import load_trained
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,6 @@ def _read(config: GenerateConfig, allow_commands: bool) -> list[Conversation]:
 
 
 def _open(config: GenerateConfig) -> Session:
-    from shoal.train.recipes import load_trained
-
     info = initialize_distributed({"cpu": "gloo", "cuda": "nccl", "auto": None}[config.device])
     model, prompts, _ = load_trained(config.pretrained_name)
     cast_stored(model, getattr(torch, config.dtype))

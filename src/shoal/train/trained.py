@@ -31,7 +31,7 @@ def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]
     """
     checkpoint, file = _checkpoint_of(Path(path))
     # How the run was spread over devices says nothing about this process; only model and data count here.
-    saved = {**yaml.safe_load(file.read_text()), "trainer": {"accelerator": "cpu", "devices": 1}}
+    saved = {**yaml.safe_load(file.read_text()), "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1}}
     config = load_config(saved, world_size=1)
     assert isinstance(config, SpeechConfig)
     prompts = prompts_of(config.model)

@@ -27,7 +27,7 @@ def trained(path: str) -> tuple[SALM, PromptFormatter, None]:
     return model, prompts, None
 
 
-LOADER = mock.patch("shoal.train.recipes.load_trained", trained, create=True)
+LOADER = mock.patch("shoal.evaluate.run.load_trained", trained)
 
 
 def settings(folder: Path, **changes: object) -> dict[str, object]:
