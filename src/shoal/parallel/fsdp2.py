@@ -52,6 +52,7 @@ def shard_fsdp2(
     # The root gathers first and is needed again at once in backward: resharding it would only add traffic.
     fully_shard(module, mesh=mesh, mp_policy=outer, offload_policy=offload, reshard_after_forward=False)
     assert isinstance(module, FSDPModule)  # narrows the type: fully_shard swaps the class in place
+    module.register_forward_hook(_reshard_without_backward)
     _sum_gradients(module, mesh)
     return module
 
@@ -66,6 +67,16 @@ def fsdp2_model(
 
     assert isinstance(module, nn.Module)
     return ParallelModel(module, module, gradient_sync, group, device)
+
+
+def _reshard_without_backward(module: nn.Module, inputs: object, output: object) -> None:
+    """Gives the root's gathered parameters up after a forward that no backward follows.
+
+    Otherwise they would stay in place of the shards, and a checkpoint taken after validation would not find them.
+    """
+    if not torch.is_grad_enabled():
+        assert isinstance(module, FSDPModule)
+        module.reshard()
 
 
 @contextmanager

@@ -79,6 +79,13 @@ class ModelCheckpoint(LightningModelCheckpoint):
         validated = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
         self._is_validation_value = self.monitor in validated
         self._validated_step = trainer.global_step
+        if self._defer_save_until_validation and not self._should_skip_saving_checkpoint(trainer):
+            # Lightning makes up for it only when validations do not coincide with the ends of epochs.
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+            self._defer_save_until_validation = False
+            return
         super().on_validation_end(trainer, pl_module)
 
     @override
