@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -311,7 +312,13 @@ def _load_schedulers(schedulers: Sequence[LRScheduler], saved: Sequence[Any]) ->
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    for module in inner.modules():
+        if isinstance(module, FSDPModule):
+            # After a forward without backward the modules still hold the gathered parameters, which are not the
+            # ones the optimizer has.
+            module.reshard()
+    return inner
 
 
 def _listed(value: Any) -> list[Any]:

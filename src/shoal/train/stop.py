@@ -51,7 +51,8 @@ class SignalStop(pl.Callback):
     The training step puts `stop_requested()` into its header and stores the agreed answer as
     `module.stop_agreed`; for a module without that attribute, and during validation, this callback agrees by
     a collective of its own. A stop during validation saves the state before it, and the resumed run validates
-    again. A run whose last step is done is left to end normally.
+    again. A run whose last step is done is left to end normally. A signal that comes after a step's header was
+    agreed on is part of the next header, so that the run takes one more step.
 
     Args:
         signals: names of signals that ask for a stop; empty for none.

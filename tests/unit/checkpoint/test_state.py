@@ -64,6 +64,27 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks, tmp_path, l
         assert not any(name.startswith(("unused/", "frozen/")) for name in report["states"])
 
 
+def _save_after_validation(rank: int, world_size: int, directory: Path) -> list[str]:
+    """A forward without backward leaves the root gathered when it does not reshard after forward."""
+    model, optimizer, schedule = build("fsdp", world_size)
+    model.set_reshard_after_forward(False, recurse=False)
+    train(model, optimizer, schedule, 1)
+    with torch.no_grad():
+        model(torch.randn(2, 2))
+    path = save_state(directory / "a", model=model, optimizer=optimizer, scheduler=schedule, step=1)
+    wanted = everything(model, optimizer)
+    other, other_optimizer, other_schedule = build("fsdp", world_size)
+    other.set_reshard_after_forward(False, recurse=False)
+    with torch.no_grad():
+        other(torch.randn(2, 2))
+    load_state(path, model=other, optimizer=other_optimizer, scheduler=other_schedule)
+    return differences(wanted, everything(other, other_optimizer))
+
+
+def test_a_model_that_is_gathered_at_the_moment(ranks, tmp_path):
+    assert ranks(_save_after_validation, 2, tmp_path) == [[], []]
+
+
 def test_round_trip_without_a_process_group(tmp_path):
     report = _resume_equals_uninterrupted(0, 1, "plain", tmp_path)
     assert report["different"] == [] and report["losses"][0] == report["losses"][1]
