@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint types unit clean
+.PHONY: help install quickstart test lint types unit parity clean
 
 help:
 	@echo "make quickstart  train, evaluate and plot a small speech language model on this machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint        ruff"
 	@echo "make types       mypy --strict"
 	@echo "make unit        all tests, without lint and types; PYTEST_ARGS='-k mesh' selects"
+	@echo "make parity      train under every layout and write docs/parity.md"
 	@echo "make clean       remove the virtual environment and caches"
 
 install: $(STAMP)
@@ -47,6 +48,9 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+parity: $(STAMP)
+	$(BIN)/python scripts/parity_table.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
