@@ -30,7 +30,7 @@ from shoal.parallel.activation_checkpointing import checkpoint_activations
 from shoal.parallel.ddp import autocasting, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
 from shoal.parallel.model import ParallelModel, no_gradient_sync
-from shoal.parallel.setup import DistributedSetup
+from shoal.parallel.setup import DistributedSetup, refuse_unused_axes
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,11 @@ def assemble(
         device: The device of this rank.
 
     Raises:
-        ValueError: Weights do not fit, or a setting would do nothing.
+        ValueError: Weights do not fit, a setting would do nothing, or the mesh has an axis that is not
+            implemented yet.
     """
+    if setup is not None:
+        refuse_unused_axes(setup)
     with parameters_on_meta():
         module = plan.build()
     if plan.lora is not None:

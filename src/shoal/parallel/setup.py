@@ -83,6 +83,24 @@ class DistributedSetup:
         return cls(mesh_context, options, pipeline_config, moe_parallel_config, agreed_checkpointing(layout))
 
 
+def refuse_unused_axes(setup: DistributedSetup) -> None:
+    """Refuse a mesh with axes that no code spreads a model over yet.
+
+    Such a mesh can be built and asked for its groups, but a model on it would silently be replicated along them.
+    Raises ConfigError with every such axis.
+    """
+    sizes = setup.mesh_context.sizes
+    findings = [
+        Finding(
+            "axis-not-implemented", f"parallelism_sizes.{axis}_size", size, "1 for now", f"{axis}_size: 1"
+        )
+        for axis, size in (("tp", sizes.tp), ("cp", sizes.cp), ("pp", sizes.pp), ("ep", sizes.ep))
+        if size > 1
+    ]
+    if findings:
+        raise ConfigError(findings)
+
+
 def _strategy(strategy: StrategyName | StrategyOptions) -> tuple[StrategyName, StrategyOptions]:
     """Name and options of a strategy that is given by either."""
     for name, options in STRATEGY_OPTIONS.items():
@@ -99,4 +117,4 @@ def _device_type() -> DeviceType:
     return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
 
-__all__ = ["DistributedSetup"]
+__all__ = ["DistributedSetup", "refuse_unused_axes"]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,7 +18,8 @@ from shoal.config.schema import (
     PipelineConfig,
 )
 from shoal.mesh.context import MeshContext
-from shoal.parallel.setup import DistributedSetup
+from shoal.models.assemble import ModelPlan, Numerics, assemble
+from shoal.parallel.setup import DistributedSetup, refuse_unused_axes
 
 
 @pytest.fixture
@@ -87,6 +89,21 @@ def test_refusals_come_before_any_process_group_is_made(
     with pytest.raises(ConfigError) as refusal:
         DistributedSetup.build(**arguments)
     assert [finding.rule for finding in refusal.value.findings] == [rule]
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_a_model_is_not_built_on_axes_that_would_only_replicate_it() -> None:
+    sizes = ParallelismSizes(tp_size=2, cp_size=2, pp_size=2)
+    with pytest.raises(ConfigError) as refusal:
+        assemble(
+            ModelPlan(lambda: pytest.fail("a model was built")),
+            DistributedSetup.build(parallelism_sizes=sizes),
+            Numerics(),
+            torch.device("cpu"),
+        )
+    keys = [finding.key for finding in refusal.value.findings]
+    assert keys == [f"parallelism_sizes.{axis}_size" for axis in ("tp", "cp", "pp")]
+    refuse_unused_axes(DistributedSetup.build(parallelism_sizes=ParallelismSizes(dp_replicate_size=2)))
 
 
 @pytest.mark.usefixtures("eight_ranks")
