@@ -25,7 +25,9 @@ def run_of(root: Path, name: str, world: int, strategy: dict[str, Any] | None) -
         devices=world,
         max_steps=STEPS,
         enable_progress_bar=False,
-        callbacks=[{"_target_": "shoal.train.history.StepHistory", "path": str(root / name / "history.jsonl")}],
+        callbacks=[
+            {"_target_": "shoal.train.history.StepHistory", "path": str(root / name / "history.jsonl")}
+        ],
         **({} if strategy is None else {"strategy": strategy}),
     )
     run["exp_manager"] = {
@@ -104,7 +106,9 @@ def test_killed_in_a_save_and_resumed_is_bit_for_bit_uninterrupted(
     assert len(lines) < 2 * STEPS  # it did resume instead of starting again
 
 
-@pytest.mark.parametrize(("world", "other"), [(2, None), (4, {"_target_": AUTOMODEL, "dp_replicate_size": 2})])
+@pytest.mark.parametrize(
+    ("world", "other"), [(2, None), (4, {"_target_": AUTOMODEL, "dp_replicate_size": 2})]
+)
 def test_resuming_on_another_layout_continues_the_same_training(
     ranks: RankRunner, tmp_path: Path, world: int, other: dict[str, Any] | None
 ) -> None:

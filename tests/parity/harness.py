@@ -20,6 +20,7 @@ from shoal.data.position import StreamPosition
 from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.setup import DistributedSetup
+from shoal.speech.batch_norm import update_running_statistics
 from shoal.train.step import agree_on_step, train_step
 from tests.tiny import PLACEHOLDER, empty_micro_batch, ragged_micro_batches, tiny_encoder, tiny_llama
 
@@ -133,9 +134,10 @@ def reference(case: Case) -> Record:
         )
         optimizer.step()
         optimizer.zero_grad()
+        update_running_statistics(model, None)
         record.losses.append(sum(losses))
         record.norms.append(float(norm))
-    record.weights = _full(model)
+    record.weights = {**_full(model), **_buffers(model)}
     return record
 
 
@@ -154,7 +156,7 @@ def run_layout(rank: int, world: int, case: Case, layout: Layout) -> Record | No
         result = train_step(model, batch, optimizer, step=step, seed=3, max_norm=case.max_norm, header=header)
         record.losses.append(result.loss)
         record.norms.append(result.gradient_norm)
-    record.weights = _full(model.module)
+    record.weights = {**_full(model.module), **_buffers(model.module)}
     return record if rank == 0 else None
 
 
@@ -188,6 +190,12 @@ def _full(
         for name, tensor in tensors.items()
         if tensor is not None
     }
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved, batch-norm statistics above all."""
+    kept = module.state_dict().keys()
+    return {n: b.clone() for n, b in module.named_buffers() if n in kept and b.is_floating_point()}
 
 
 def _seed(step: int, index: int) -> None:

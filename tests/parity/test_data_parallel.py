@@ -32,6 +32,7 @@ LAYOUTS = [
 CASES = {
     "whisper": Case(),
     "parakeet": Case(encoder="parakeet", freeze=(r"^perception\.encoder\..+",)),
+    "parakeet-batch-norm": Case(encoder="parakeet"),
     "frozen-encoder-lora": Case(
         freeze=(r"^llm\..+", r"^perception\.encoder\..+"),
         lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},

@@ -89,6 +89,21 @@ class ShoalModule(pl.LightningModule):
         return self._parallel
 
     @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Adds none; it is the first hook that sees the Trainer, before Lightning's own, less helpful refusal."""
+        for key, ours, off in (
+            ("gradient_clip_val", "ShoalModule(gradient_clip_val=...)", (None, 0)),
+            ("accumulate_grad_batches", "SpeechData(global_micro_batches=...)", (1,)),
+        ):
+            value = getattr(self.trainer, key)
+            if value not in off:
+                raise ValueError(
+                    f"Trainer({key}={value}): the training step does this itself, for every layout alike; "
+                    f"repair: remove it and use {ours}"
+                )
+        return []
+
+    @override
     def setup(self, stage: str) -> None:
         leave_model_to_module(self.trainer.strategy)
 

@@ -45,8 +45,13 @@ def load_tokenizer(config: SalmConfig) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 
 
-def salm_plan(config: SalmConfig, placeholder_id: int, seed: int) -> ModelPlan:
-    """What to build for SALM: LLM and encoder by their folders, projection and adapters from `seed`."""
+def salm_plan(config: SalmConfig, placeholder_id: int, *, seed: int, sample_rate: int) -> ModelPlan:
+    """What to build for SALM: LLM and encoder by their folders, projection and adapters from `seed`.
+
+    Raises:
+        ValueError: A folder is missing or of an unsupported kind; when the model is built, also an encoder that
+            takes audio of another rate than `sample_rate`, the data's.
+    """
     llm_folder, asr_folder = local_folder(config.pretrained_llm), local_folder(config.pretrained_asr)
     asr_config = AutoConfig.from_pretrained(asr_folder, trust_remote_code=config.trust_remote_code)
     spec = encoder_spec(asr_config, config.perception.encoder)
@@ -60,6 +65,11 @@ def salm_plan(config: SalmConfig, placeholder_id: int, seed: int) -> ModelPlan:
             _hidden_size(llm),
             chunk_seconds=config.encoder_chunk_size_seconds,
         )
+        if perception.sampling_rate != sample_rate:
+            raise ValueError(
+                f"data.train_ds.sample_rate = {sample_rate}: the encoder {config.pretrained_asr} takes "
+                f"{perception.sampling_rate}; repair: data.train_ds.sample_rate={perception.sampling_rate}"
+            )
         return SALM(llm, perception, placeholder_id=placeholder_id)
 
     encoder = WeightSource("perception.encoder", asr_folder, spec.checkpoint_prefix)

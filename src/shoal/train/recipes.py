@@ -33,7 +33,9 @@ def speech_module(config: SpeechConfig, prompts: PromptFormatter) -> ShoalModule
     seed = config.data.train_ds.seed
     strategy = config.trainer.strategy
     plan = replace(
-        salm_plan(config.model, prompts.placeholder_id, seed),
+        salm_plan(
+            config.model, prompts.placeholder_id, seed=seed, sample_rate=config.data.train_ds.sample_rate
+        ),
         checkpoint_llm=bool(strategy.activation_checkpointing_llm or strategy.ddp.activation_checkpointing),
         checkpoint_perception=strategy.activation_checkpointing_perception,
     )

@@ -31,11 +31,16 @@ def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]
     """
     checkpoint, file = _checkpoint_of(Path(path))
     # How the run was spread over devices says nothing about this process; only model and data count here.
-    saved = {**yaml.safe_load(file.read_text()), "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1}}
+    saved = {
+        **yaml.safe_load(file.read_text()),
+        "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1},
+    }
     config = load_config(saved, world_size=1)
     assert isinstance(config, SpeechConfig)
     prompts = prompts_of(config.model)
-    plan = replace(salm_plan(config.model, prompts.placeholder_id, config.data.train_ds.seed), weights=())
+    data = config.data.train_ds
+    plan = salm_plan(config.model, prompts.placeholder_id, seed=data.seed, sample_rate=data.sample_rate)
+    plan = replace(plan, weights=())
     model = assemble(plan, None, Numerics(), torch.device("cpu")).module
     load_weights(model, checkpoint)
     assert isinstance(model, SALM)
