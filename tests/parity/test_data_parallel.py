@@ -32,7 +32,8 @@ LAYOUTS = [
 CASES = {
     "whisper": Case(),
     "parakeet": Case(encoder="parakeet", freeze=(r"^perception\.encoder\..+",)),
-    "parakeet-batch-norm": Case(encoder="parakeet"),
+    # A bias before a batch norm has no gradient but rounding noise, which AdamW would blow up: hence SGD.
+    "parakeet-batch-norm": Case(encoder="parakeet", optimizer="sgd"),
     "frozen-encoder-lora": Case(
         freeze=(r"^llm\..+", r"^perception\.encoder\..+"),
         lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
