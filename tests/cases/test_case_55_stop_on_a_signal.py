@@ -6,6 +6,7 @@ code that asks for a requeue; the resumed run equals the uninterrupted one.
 """
 
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,21 @@ def _last_step(rank: int, world_size: int, directory: Path) -> int:
 
 def test_a_run_whose_last_step_is_done_ends_normally(ranks, tmp_path):
     assert ranks(_last_step, 1, tmp_path, init=False) == [MAX_STEPS]
+
+
+def _out_of_time(rank: int, world_size: int, directory: Path) -> tuple[Any, ...]:
+    checkpoint = ModelCheckpoint(dirpath=directory, save_last=True, save_top_k=0)
+    stop = SignalStop(signals=(), max_time=timedelta(seconds=3600) if rank else timedelta(0), exit_code=99)
+    try:
+        trainer("ddp", world_size, directory, [stop, checkpoint], max_steps=MAX_STEPS).fit(Toy())
+    except StoppedForRequeue as stopped:
+        return stopped.reason, stopped.code, Path(stopped.checkpoint).name
+    return ()
+
+
+def test_a_time_limit_that_one_rank_reaches_ends_the_run_in_the_same_way(ranks, tmp_path):
+    reports = ranks(_out_of_time, 2, tmp_path, init=False, timeout=120)
+    assert reports == [("time is up", 99, "step=1-last"), ("another rank asked to stop", 99, "step=1-last")]
 
 
 class _KillInValidation(Toy):

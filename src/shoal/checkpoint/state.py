@@ -150,7 +150,8 @@ def load_state(
 
     Afterwards each optimizer holds exactly the saved state: learning rates and other options of its groups
     come from the checkpoint (execution flags such as `fused` do not), and a parameter without saved state has
-    none.
+    none. A schedule whose end was changed meanwhile applies from the second resumed step on; the first one still
+    uses the rate that was computed for it before.
 
     Args:
         path: a published checkpoint directory.
@@ -163,7 +164,7 @@ def load_state(
         CheckpointError: on every rank: not a checkpoint, damaged, or not of this model or optimizer.
     """
     path, group = Path(path), process_group
-    module, optimizers = _inner(model), _listed(optimizer)
+    module, optimizers = _resharded(model), _listed(optimizer)
     manifest, plain, reader = agreed(lambda: _open(path), group)
     targets, model_targets = agreed(lambda: _targets(module, optimizers, reader), group)
     _check_model_keys(path, model_targets, reader, strict, group)
@@ -197,7 +198,7 @@ def _collected(
     group: dist.ProcessGroup | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     def local() -> tuple[dict[str, Tensor], list[dict[str, Any]], dict[str, Any]]:
-        module = _inner(model)
+        module = _resharded(model)
         state = optimizer_state.collect(module, _listed(optimizer))
         schedulers = [encode(one.state_dict(), "scheduler") for one in _listed(scheduler)]
         rest = {"schedulers": schedulers, "extra": encode(dict(extra or {}), "extra")}
@@ -311,7 +312,8 @@ def _load_schedulers(schedulers: Sequence[LRScheduler], saved: Sequence[Any]) ->
         scheduler.load_state_dict(decode(content))
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def _resharded(model: nn.Module) -> nn.Module:
+    """The module itself, without DDP's wrapper and with the parameters that the optimizer has."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for module in inner.modules():
         if isinstance(module, FSDPModule):
