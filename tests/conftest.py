@@ -1,6 +1,7 @@
 """Fixtures and markers shared by all tests."""
 
 import functools
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,14 @@ def ranks() -> Iterator[RankRunner]:
     runner = RankRunner()
     yield runner
     runner.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_outlives_its_test() -> Iterator[None]:
+    """Close what a test leaves open in this process: Lightning never closes the group it has opened."""
+    yield
+    if "torch.distributed" in sys.modules and (dist := sys.modules["torch.distributed"]).is_initialized():
+        dist.destroy_process_group()
 
 
 @functools.cache
