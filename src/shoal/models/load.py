@@ -129,12 +129,12 @@ def _into_adapted_layers(tensors: Mapping[str, Any], adapted: Sequence[str]) -> 
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars, of which every rank would draw its own."""
     enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if enabled:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _refuse(source: WeightSource, missing: list[str], unexpected: list[str], mismatched: list[str]) -> None:

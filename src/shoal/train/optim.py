@@ -84,7 +84,9 @@ def build_scheduler(config: TargetConfig | None, optimizer: Optimizer, max_steps
                 "repair: set trainer.max_steps or model.lr_scheduler.max_steps"
             )
         kwargs["max_steps"] = max_steps
-    scheduler = _instantiate(TargetConfig(config.target, kwargs, config.allow), "model.lr_scheduler", optimizer)
+    scheduler = _instantiate(
+        TargetConfig(config.target, kwargs, config.allow), "model.lr_scheduler", optimizer
+    )
     if not isinstance(scheduler, LRScheduler):
         raise ValueError(f"model.lr_scheduler._target_ = {config.target!r}: not a learning-rate scheduler")
     return scheduler

@@ -30,7 +30,9 @@ def save(folder: Path, tied: bool = False) -> Path:
 
 def causal_lm_plan(folder: Path, **changes: Any) -> ModelPlan:
     def build() -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        )
         return model
 
     settings: dict[str, Any] = {"weights": (WeightSource("", folder),), "llm": "", "seed": 3, **changes}
@@ -50,7 +52,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named}
 
 
-def load_on_rank(rank: int, world: int, strategy: str, folder: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+def load_on_rank(
+    rank: int, world: int, strategy: str, folder: str, changes: dict[str, Any]
+) -> dict[str, Tensor]:
     torch.manual_seed(rank)  # what the ranks' generators hold must not matter
     plan = causal_lm_plan(Path(folder), **changes)
     return tensors_of(assemble(plan, setup_of(strategy, world), Numerics(), CPU).module)
