@@ -1,15 +1,16 @@
 """What Shoal costs on top of a hand-written FSDP2 loop: CPU seconds per step and of the start-up.
 
-Both train the same transformers Llama, from the same folder, on the same tokens, with the same AdamW and clipping,
-on gloo ranks of this machine; the losses of every step are compared, so that both are known to do the same work.
+Both train the same transformers Llama, from the same folder, on the same tokens, with the same AdamW and
+clipping, on gloo ranks of this machine; the losses of every step are compared, so that both are known to do the
+same work.
 
     step ratio     = S(shoal) / S(bare),  S = median over repetitions of
                      [ sum over ranks of ( median over timed steps of the step's CPU seconds ) ]
     start-up ratio = U(shoal) / U(bare),  U = median over repetitions of
                      [ sum over ranks of the process's CPU seconds until the end of its first step ]
 
-A step's CPU seconds are user plus system time of the rank's process, from the end of one step to the end of the
-next: data loading, forward, backward, communication, clipping, the optimizer, and for Shoal Lightning's loop,
+A step's CPU seconds are user plus system time of the rank's process, from the end of one step to the end of
+the next: data loading, forward, backward, communication, clipping, the optimizer, and for Shoal Lightning's loop,
 callbacks and logging. Repetitions of the two alternate. One thread per rank.
 
     python benchmarks/overhead.py [--repetitions 3] [--steps 30] [--check]
@@ -119,7 +120,7 @@ def run_shoal(folder: Path, num_steps: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from shoal.config.values import FrozenDict, TargetConfig
-    from shoal.data.dataset import StepBatch
+    from shoal.data.batch import StepBatch
     from shoal.data.position import StreamPosition
     from shoal.models.assemble import ModelPlan
     from shoal.models.load import WeightSource

@@ -59,7 +59,8 @@ def initialize_distributed(backend: BackendName | None = None, timeout_minutes: 
     if any(name in os.environ for name in LAUNCHER_VARIABLES):
         dist.init_process_group(chosen, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(chosen, store=store, rank=0, world_size=1, timeout=timeout)
     return DistInfo(chosen, rank, world_size, local_rank, device, rank == 0)
 
 

@@ -86,8 +86,8 @@ class DistributedSetup:
 def refuse_unused_axes(setup: DistributedSetup) -> None:
     """Refuse a mesh with axes that no code spreads a model over yet.
 
-    Such a mesh can be built and asked for its groups, but a model on it would silently be replicated along them.
-    Raises ConfigError with every such axis.
+    Such a mesh can be built and asked for its groups, but a model on it would silently be replicated along
+    them. Raises ConfigError with every such axis.
     """
     sizes = setup.mesh_context.sizes
     findings = [
