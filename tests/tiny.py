@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig
-from shoal.data.dataset import empty_micro_batch as data_empty_micro_batch
+from shoal.data.batch import empty_micro_batch as data_empty_micro_batch
 from shoal.speech.perception import AudioPerception
 from shoal.speech.salm import SALM
 

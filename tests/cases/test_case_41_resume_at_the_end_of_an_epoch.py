@@ -5,7 +5,8 @@ from itertools import islice
 
 import pytest
 
-from shoal.data import StreamPosition, build_train_loader
+from shoal.data.position import StreamPosition
+from shoal.data.stream import build_train_loader
 from tests.unit.data.corpus import CharPrompts, Clip, batch_ids, dataset, write_nemo
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from shoal.config.speech import PerceptionConfig
-from shoal.data import build_train_loader
 from shoal.data.micro_batches import MicroBatchStream
+from shoal.data.stream import build_train_loader
 from shoal.speech.perception import AudioPerception
 from tests.tiny import HIDDEN, tiny_parakeet
 from tests.unit.data.corpus import CharPrompts, dataset, write_lines, write_wav

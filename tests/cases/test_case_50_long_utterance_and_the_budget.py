@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from shoal.data import build_train_loader
+from shoal.data.stream import build_train_loader
 from tests.unit.data.corpus import CharPrompts, Clip, batch_ids, dataset, write_nemo
 
 

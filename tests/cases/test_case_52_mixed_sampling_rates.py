@@ -5,7 +5,7 @@ import pytest
 from lhotse import CutSet, Recording, SupervisionSegment
 
 from shoal.config.speech import DatasetConfig
-from shoal.data import build_train_loader
+from shoal.data.stream import build_train_loader
 from tests.unit.data.corpus import CharPrompts, dataset, write_lines, write_wav
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.data import build_train_loader
+from shoal.data.stream import build_train_loader
 from tests.unit.data.corpus import CharPrompts, dataset, write_lines, write_wav
 
 LEFT = (np.sin(np.arange(1600) / 5) / 2).astype(np.float32)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
-from shoal.data.dataset import StepBatch
+from shoal.data.batch import StepBatch
 from shoal.data.position import StreamPosition
 from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.model import ParallelModel

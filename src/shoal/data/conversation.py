@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
-
-from lhotse.cut import Cut
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.data.tar import TarMember
+
+if TYPE_CHECKING:  # lhotse takes half a second to import, and a text-only run needs none of it
+    from lhotse.cut import Cut
 
 ASSISTANT = "assistant"
 """The role whose text is supervised."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,39 +18,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shoal.data.audio import AudioOptions, BadAudio, Samples, load_audio
+from shoal.data.batch import MicroBatch, StepBatch, empty_micro_batch
 from shoal.data.conversation import Conversation, EncodedPrompt, PromptEncoder
-from shoal.data.position import StepPlan, StreamPosition
+from shoal.data.position import StepPlan
 from shoal.data.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
-
-MicroBatch = dict[str, Any]
-"""See `collate` for its entries."""
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """What one rank gets for one optimizer step.
-
-    Args:
-        micro_batches: The same number on every rank; see `collate` for their entries.
-        position: Where the job stands after this step.
-        error: Origin of a failure (sample and exception), to be agreed on by all ranks; None without one.
-        skipped: Number of examples left out, by reason.
-    """
-
-    micro_batches: list[MicroBatch]
-    position: StreamPosition
-    error: str | None = None
-    skipped: Mapping[str, int] = field(default_factory=dict)
-
-    def pin_memory(self) -> StepBatch:
-        """Returns a copy with pinned tensors; torch's DataLoader calls this when pin_memory is set."""
-        pinned = [
-            {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in batch.items()}
-            for batch in self.micro_batches
-        ]
-        return replace(self, micro_batches=pinned)
 
 
 @dataclass(frozen=True)
@@ -172,23 +145,6 @@ def collate(loaded: Sequence[Loaded], pad_id: int, *, seed: int, epoch: int) -> 
             [derive_seed("sample", seed, epoch, name) for name in ids], dtype=torch.int64
         ),
         "is_empty": False,
-    }
-
-
-def empty_micro_batch(pad_id: int) -> MicroBatch:
-    """Returns a micro-batch of the smallest shape and no supervised token, which keeps peers in lockstep.
-
-    Its one row has two tokens, because a row of one leaves nothing after the shift of the labels.
-    """
-    return {
-        "audios": torch.zeros(0, 0),
-        "audio_lens": torch.zeros(0, dtype=torch.int64),
-        "input_ids": torch.full((1, 2), pad_id, dtype=torch.int64),
-        "loss_mask": torch.zeros(1, 2, dtype=torch.bool),
-        "text_lens": torch.tensor([2]),
-        "sample_ids": [""],
-        "sample_seeds": torch.zeros(1, dtype=torch.int64),
-        "is_empty": True,
     }
 
 

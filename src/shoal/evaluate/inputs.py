@@ -13,8 +13,9 @@ from shoal.config.errors import ConfigError
 from shoal.config.speech import DatasetConfig, InputConfig
 from shoal.config.values import FrozenDict
 from shoal.data.audio import AudioOptions
+from shoal.data.batch import MicroBatch
 from shoal.data.conversation import Conversation, PromptEncoder
-from shoal.data.dataset import MicroBatch, StepDataset
+from shoal.data.dataset import StepDataset
 from shoal.data.manifests import read_lines
 from shoal.data.position import START, StepPlan
 from shoal.data.sources import open_sources

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +27,8 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: No module of the model matches `target_modules`.
     """
+    from peft import LoraConfig, inject_adapter_in_model  # a third of a second that only adapters need
+
     inject_adapter_in_model(
         LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True
     )

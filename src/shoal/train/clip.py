@@ -41,10 +41,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scales gradients in place by min(1, max_norm / norm)."""
     factor = float(max_norm) / (float(norm) + 1e-6)
-    if factor < 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(factor)
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if factor < 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def refuse_non_finite(norm: Tensor, module: nn.Module, group: ProcessGroup | None, step: int) -> None:
@@ -72,7 +71,7 @@ def _place(tensor: Tensor) -> object:
 
 def _norm_of_one_place(parameters: list[nn.Parameter], norm_type: float) -> Tensor:
     """fp64 norm, on the CPU, of the gradients of parameters that share a mesh and placements."""
-    norm = _vector_norm(torch.stack([_local_norm(p, norm_type) for p in parameters]), norm_type)
+    norm = _local_norm(parameters, norm_type)
     first = parameters[0]
     if not isinstance(first, DTensor):
         return norm.cpu()
@@ -86,12 +85,14 @@ def _norm_of_one_place(parameters: list[nn.Parameter], norm_type: float) -> Tens
     return total.cpu()
 
 
-def _local_norm(parameter: nn.Parameter, norm_type: float) -> Tensor:
-    """fp64 norm of this rank's part of one gradient."""
-    gradient = _local(parameter.grad)
-    if gradient is None or gradient.numel() == 0:  # the shard of a small parameter can be empty
-        return torch.zeros((), dtype=torch.float64, device=_local(parameter.detach()).device)
-    return _vector_norm(gradient, norm_type)
+def _local_norm(parameters: list[nn.Parameter], norm_type: float) -> Tensor:
+    """fp64 norm of this rank's parts of the gradients; sums run in fp64, fp32 ones lose four digits."""
+    # The shard of a small parameter can be empty.
+    gradients = [g for p in parameters if (g := _local(p.grad)) is not None and g.numel() > 0]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=_local(parameters[0].detach()).device)
+    norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float64)
+    return _vector_norm(torch.stack(norms), norm_type)
 
 
 def _vector_norm(values: Tensor, norm_type: float) -> Tensor:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from shoal.config.values import TargetConfig
-from shoal.data.dataset import StepBatch
+from shoal.data.batch import StepBatch
 from shoal.data.position import StreamPosition
 from shoal.mesh.collectives import all_reduce_sum
 from shoal.models.assemble import ModelPlan, Numerics, assemble

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shoal.data.dataset import StepBatch
+from shoal.data.batch import StepBatch
 from shoal.data.seeds import derive_seed
 from shoal.mesh.collectives import all_gather_objects, all_reduce_sum
 from shoal.parallel.model import MicroBatch, ParallelModel

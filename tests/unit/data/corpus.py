@@ -14,7 +14,9 @@ import soundfile
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
 from shoal.config.speech import DatasetConfig
-from shoal.data import AudioTurn, Conversation, EncodedPrompt, StepBatch, StepPlan
+from shoal.data.batch import StepBatch
+from shoal.data.conversation import AudioTurn, Conversation, EncodedPrompt
+from shoal.data.position import StepPlan
 
 RATE = 16000
 

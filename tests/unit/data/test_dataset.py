@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from shoal.config.speech import DatasetConfig, InputConfig
-from shoal.data import (
-    EncodedPrompt,
-    StepPlan,
-    StreamPosition,
-    build_train_loader,
-    derive_seed,
-    empty_micro_batch,
-)
 from shoal.data.audio import AudioOptions
+from shoal.data.batch import empty_micro_batch
+from shoal.data.conversation import EncodedPrompt
 from shoal.data.dataset import StepDataset
+from shoal.data.position import StepPlan, StreamPosition
+from shoal.data.seeds import derive_seed
 from shoal.data.sources import open_sources
+from shoal.data.stream import build_train_loader
 from tests.unit.data import corpus
 from tests.unit.data.corpus import CharPrompts, Clip
 

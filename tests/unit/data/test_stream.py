@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from shoal.config.speech import InputConfig
-from shoal.data import StepSampler, StreamPosition, build_train_loader, order_seed_of
 from shoal.data.micro_batches import MicroBatchStream
-from shoal.data.position import START
+from shoal.data.position import START, StreamPosition
+from shoal.data.steps import StepSampler
+from shoal.data.stream import build_train_loader, order_seed_of
 from tests.unit.data import corpus
 from tests.unit.data.corpus import CharPrompts, batch_ids, clips, dataset, plan_ids, woven
 

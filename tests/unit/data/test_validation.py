@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config.speech import DatasetConfig
 from shoal.config.values import FrozenDict
-from shoal.data import build_validation_loaders
+from shoal.data.stream import build_validation_loaders
 from tests.unit.data import corpus
 from tests.unit.data.corpus import CharPrompts, batch_ids, clips
 
