@@ -13,7 +13,7 @@ A step's CPU seconds are user plus system time of the rank's process, from the e
 the next: data loading, forward, backward, communication, clipping, the optimizer, and for Shoal Lightning's loop,
 callbacks and logging. Repetitions of the two alternate. One thread per rank.
 
-    python benchmarks/overhead.py [--repetitions 3] [--steps 30] [--check]
+    python benchmarks/overhead.py [--repetitions 3] [--steps 30] [--check] [--results FOLDER]
 """
 
 from __future__ import annotations
@@ -287,6 +287,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of overhead.json")
     for hidden in ("--worker", "--folder", "--reports"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -297,8 +298,8 @@ def main() -> int:
         return 0
 
     result = {**context(options.steps), **measure(options.repetitions, options.steps)}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "overhead.json").write_text(json.dumps(result, indent=2) + "\n")
+    options.results.mkdir(exist_ok=True)
+    (options.results / "overhead.json").write_text(json.dumps(result, indent=2) + "\n")
     missed = 0
     for name, ratio in result["ratios"].items():
         missed += ratio > TARGETS[name]
