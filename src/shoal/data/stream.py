@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from shoal.config.speech import DatasetConfig
 from shoal.data.audio import AudioOptions
-from shoal.data.conversation import PromptEncoder
 from shoal.data.batch import StepBatch
+from shoal.data.conversation import PromptEncoder
 from shoal.data.dataset import StepDataset
 from shoal.data.micro_batches import MicroBatchStream
 from shoal.data.position import START, StreamPosition
