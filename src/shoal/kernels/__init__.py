@@ -1,0 +1,1 @@
+"""Fast kernels behind one interface each, with an executable reference beside them."""

@@ -1,0 +1,78 @@
+"""What a model does to its head's product before the softmax, read from its transformers configuration."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Model types by the attribute whose value multiplies, divides or bounds the logits. The same name means
+# opposite things in different families (`logits_scaling`), so a type that is not listed is refused.
+_MULTIPLIED = {
+    "logit_scale": ("cohere", "cohere2", "cohere2_moe"),
+    "logits_scaling": ("hyperclovax",),
+    "lm_head_multiplier": ("falcon_h1",),
+}
+_DIVIDED = {
+    "logits_scaling": (
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+    ),
+}
+_BOUNDED = {
+    "final_logit_softcapping": (
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "nanochat",
+        "vaultgemma",
+    ),
+    "logits_soft_cap": ("recurrent_gemma",),
+}
+_SUSPICIOUS = re.compile(r"logits?_?.*(scal|cap|mult)|lm_head_.*(scal|mult)|(scal|cap|mult).*_logits?$")
+_OF_ROUTERS = re.compile(r"router|attn|attention|gate|expert")
+
+
+def logit_transforms(config: Any) -> dict[str, float]:
+    """Returns the arguments `softcap` and `logit_scale` of `token_losses` that a model's configuration implies.
+
+    Args:
+        config: A transformers `PretrainedConfig`; the text part of a composite one is read.
+
+    Returns:
+        A dictionary with none, one or both of the keys "softcap" and "logit_scale".
+
+    Raises:
+        ValueError: The configuration scales or bounds logits in a way that is not known for its model type.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: dict[str, float] = {}
+    known: set[str] = set()
+    for key, table in (("logit_scale", _MULTIPLIED), ("logit_scale", _DIVIDED), ("softcap", _BOUNDED)):
+        for attribute, model_types in table.items():
+            value = getattr(text, attribute, None)
+            if text.model_type not in model_types:
+                continue
+            known.add(attribute)
+            if value is not None:
+                found[key] = 1.0 / float(value) if table is _DIVIDED else float(value)
+    unknown = {
+        name: value
+        for name, value in text.to_dict().items()
+        if name not in known
+        and _SUSPICIOUS.search(name)
+        and not _OF_ROUTERS.search(name)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value != 1
+    }
+    if unknown:
+        raise ValueError(
+            f"model type {text.model_type}: it is not known what {unknown} does to the logits; "
+            "use the model's own loss, or add the family to shoal/kernels/logits.py"
+        )
+    return found

@@ -1,0 +1,237 @@
+"""Cross-entropy of a language model's head that never holds the logits of all tokens at once.
+
+`token_losses` computes logits, loss and gradients for a chunk of tokens at a time and keeps only the gradients of
+the hidden states [N, H] and of the weight [V, H]; `reference_token_losses` says the same in a few lines with full
+logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+CHUNK_ELEMENTS = 2**24
+"""Logits of one chunk when no chunk size is given: 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What stands between the head's product and the loss; see `token_losses`."""
+
+    softcap: float | None
+    logit_scale: float | None
+    label_smoothing: float
+    z_loss: float
+
+
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sums the cross-entropy over all tokens with a label, chunk by chunk.
+
+    A token's logits are z = softcap * tanh(logit_scale * (weight @ hidden + bias) / softcap), its loss is
+    (1 - label_smoothing) * (lse(z) - z[label]) + label_smoothing * (lse(z) - mean(z)) + z_loss * lse(z)**2.
+    The product has the dtype of `hidden`, as a linear layer's has; everything after it, and the sum of the
+    weight's gradient over chunks, is float32 (float64 for float64). Under autocast the product has its dtype.
+
+    Gradients are computed together with the loss, so the largest things held are the gradients themselves and
+    `chunk_size` rows of logits. Tokens without a label cost nothing and their hidden states are not read. When
+    no token has one, the loss is 0 and the gradients are 0, not absent.
+
+    Args:
+        hidden: [N, H], floating point.
+        weight: [V, H], a plain tensor: a sharded weight has to be gathered, as it is inside the forward of the
+            module that owns it. It may be frozen, or be the input embedding as well.
+        labels: [N] int64 in [0, V), or `ignore_index`; already shifted.
+        bias: [V], for heads that have one.
+        ignore_index: The label of tokens that carry no loss.
+        softcap: Bound of the logits, as Gemma 2 has it (arXiv 2408.00118, section 2).
+        logit_scale: Factor of the logits, as Cohere and (inverted) Granite have it.
+        label_smoothing: In [0, 1], share of the target spread evenly over the vocabulary.
+        z_loss: Weight of the squared log-partition (arXiv 2204.02311, section 5).
+        chunk_size: Tokens per chunk; chosen for 64 MiB of float32 logits when not given.
+
+    Returns:
+        The loss summed over the labelled tokens, a scalar with gradient that can be differentiated once, and the
+        number of labelled tokens whose label has the largest logit, a scalar without; both float32 (float64).
+
+    Raises:
+        ValueError: Shapes do not fit, or an argument is out of its range.
+    """
+    _check(hidden, weight, labels, bias, label_smoothing, softcap, chunk_size)
+    labelled = (labels != ignore_index).nonzero()[:, 0]
+    if len(labelled) < len(labels):
+        hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    rows = max(1, CHUNK_ELEMENTS // weight.shape[0]) if chunk_size is None else chunk_size
+    terms = _Terms(softcap, logit_scale, label_smoothing, z_loss)
+    with torch.autocast(device, enabled=False):
+        loss_sum, num_correct = _ChunkedLoss.apply(
+            hidden, weight, bias, labels, terms, rows, torch.is_grad_enabled()
+        )
+    return loss_sum, num_correct
+
+
+def reference_token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Says what `token_losses` computes, with all logits at once and torch's own cross-entropy."""
+    logits = F.linear(hidden, weight, bias).to(_accumulation_dtype(hidden))
+    if logit_scale is not None:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss_sum = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    labelled = labels != ignore_index
+    loss_sum = loss_sum + z_loss * logits[labelled].logsumexp(-1).square().sum()
+    return loss_sum, (logits.detach().argmax(-1) == labels)[labelled].sum().to(logits.dtype)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss and gradients in one pass over the chunks; backward only scales what forward has computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        terms: _Terms,
+        chunk_size: int,
+        with_gradients: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _accumulation_dtype(hidden)
+        wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+        loss_sum, num_correct = hidden.new_zeros((), dtype=dtype), hidden.new_zeros((), dtype=dtype)
+        for start in range(0, len(labels), chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = F.linear(hidden[rows], weight, bias).to(dtype)
+            losses, correct, grad_logits = _losses_and_gradient(logits, labels[rows], terms, any(wanted))
+            loss_sum += losses.sum()
+            num_correct += correct.sum()
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None and dtype == hidden.dtype:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[rows]
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(num_correct)
+        return loss_sum, num_correct
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("token_losses: the gradients were handed out; call backward once")
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [
+            None if gradient is None else gradient.mul_(grad_loss).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None, None)
+
+
+def _losses_and_gradient(
+    logits: Tensor, labels: Tensor, terms: _Terms, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a chunk's losses [C], hits [C] and the loss's gradient [C, V]; overwrites `logits` [C, V]."""
+    if terms.logit_scale is not None:
+        logits.mul_(terms.logit_scale)
+    tanh = None
+    if terms.softcap is not None:
+        tanh = logits.div_(terms.softcap).tanh_()
+        logits = tanh * terms.softcap
+    peak, best = logits.max(-1, keepdim=True)
+    target = logits.gather(-1, labels[:, None])
+    mean = logits.mean(-1) if terms.label_smoothing else None
+    # The buffer of the logits becomes that of the probabilities and then of the gradient.
+    probabilities = logits.sub_(peak).exp_()
+    total = probabilities.sum(-1, keepdim=True)
+    log_partition = (peak + total.log())[:, 0]
+    losses = (1.0 - terms.label_smoothing) * (log_partition - target[:, 0])
+    if mean is not None:
+        losses += terms.label_smoothing * (log_partition - mean)
+    losses += terms.z_loss * log_partition.square()
+    correct = best[:, 0] == labels
+    if not with_gradient:
+        return losses, correct, probabilities
+    gradient = probabilities.mul_((1.0 + 2.0 * terms.z_loss * log_partition[:, None]) / total)
+    if terms.label_smoothing:
+        gradient -= terms.label_smoothing / gradient.shape[-1]
+    gradient.scatter_add_(-1, labels[:, None], torch.full_like(target, terms.label_smoothing - 1.0))
+    if tanh is not None:
+        gradient.mul_(tanh.square_().neg_().add_(1.0))
+    if terms.logit_scale is not None:
+        gradient.mul_(terms.logit_scale)
+    return losses, correct, gradient
+
+
+def _accumulation_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    label_smoothing: float,
+    softcap: float | None,
+    chunk_size: int | None,
+) -> None:
+    shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels {list(labels.shape)}"
+    fits = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    if not fits or labels.shape != hidden.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes += "" if bias is None else f", bias {list(bias.shape)}"
+        raise ValueError(f"token_losses: {shapes} do not fit; give [N, H], [V, H], [N] and, if any, [V]")
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"token_losses: weight is sharded ({weight.placements}); call the loss inside the forward of the "
+            "module that owns the weight, where it is gathered"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing: {label_smoothing} is outside [0, 1]")
+    if softcap is not None and softcap <= 0.0:
+        raise ValueError(f"softcap: {softcap} is not positive; give None for logits without a bound")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size: {chunk_size} is below 1; give None to have it chosen")
