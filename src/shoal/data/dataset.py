@@ -7,10 +7,11 @@ that all ranks can agree on it before any of them stops.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from shoal.data.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -35,8 +38,45 @@ class Loaded:
     prompt: EncodedPrompt
 
 
-class StepDataset(Dataset[StepBatch]):
-    """Maps a step plan to a step batch.
+class PlanDataset(Dataset[StepBatch], Generic[Item], ABC):
+    """Maps a step plan to a step batch; what it loads for one micro-batch is the subclass's part.
+
+    Args:
+        pad_id: Fills an empty micro-batch.
+    """
+
+    def __init__(self, pad_id: int) -> None:
+        self.pad_id = pad_id
+
+    def __getitem__(self, plan: StepPlan) -> StepBatch:
+        """Loads one step."""
+        skipped = Counter(plan.skipped)
+        try:
+            batches = [
+                self.micro_batch(cast("Sequence[Item]", items), plan.epoch, skipped)
+                for items in plan.micro_batches
+            ]
+        except SampleError as error:
+            logger.error("%s", error)
+            batches = [self.empty() for _ in plan.micro_batches]
+            return StepBatch(batches, plan.position, str(error), dict(skipped))
+        return StepBatch(batches, plan.position, None, dict(skipped))
+
+    def empty(self) -> MicroBatch:
+        """Returns an empty micro-batch."""
+        return empty_micro_batch(self.pad_id)
+
+    @abstractmethod
+    def micro_batch(self, items: Sequence[Item], epoch: int, skipped: Counter[str]) -> MicroBatch:
+        """Loads one micro-batch, an empty one without items; counts in `skipped` what it leaves out.
+
+        Raises:
+            SampleError: naming the sample that cannot be loaded.
+        """
+
+
+class StepDataset(PlanDataset[Conversation]):
+    """Maps a step plan of conversations to a step batch.
 
     Args:
         prompts: Encodes conversations.
@@ -56,28 +96,15 @@ class StepDataset(Dataset[StepBatch]):
         on_bad_audio: Literal["skip", "error"] = "skip",
         prompt_only: bool = False,
     ) -> None:
+        super().__init__(prompts.pad_id)
         self._prompts = prompts
         self._audio = audio
         self._seed = seed
         self._on_bad_audio = on_bad_audio
         self._encode = prompts.encode_prompt_only if prompt_only else prompts.encode
 
-    def __getitem__(self, plan: StepPlan) -> StepBatch:
-        """Loads one step."""
-        skipped = Counter(plan.skipped)
-        try:
-            batches = [self._micro_batch(items, plan.epoch, skipped) for items in plan.micro_batches]
-        except SampleError as error:
-            logger.error("%s", error)
-            batches = [self.empty() for _ in plan.micro_batches]
-            return StepBatch(batches, plan.position, str(error), dict(skipped))
-        return StepBatch(batches, plan.position, None, dict(skipped))
-
-    def empty(self) -> MicroBatch:
-        """Returns an empty micro-batch."""
-        return empty_micro_batch(self._prompts.pad_id)
-
-    def _micro_batch(self, items: Sequence[Conversation], epoch: int, skipped: Counter[str]) -> MicroBatch:
+    def micro_batch(self, items: Sequence[Conversation], epoch: int, skipped: Counter[str]) -> MicroBatch:
+        """See `PlanDataset.micro_batch`."""
         loaded = [example for item in items if (example := self._load(item, skipped)) is not None]
         if not loaded:
             return self.empty()
@@ -94,13 +121,13 @@ class StepDataset(Dataset[StepBatch]):
             return Loaded(conversation, audios, self._encoded(conversation))
         except BadAudio as error:
             if self._on_bad_audio == "error":
-                raise SampleError(conversation, error) from error
+                raise SampleError(conversation.id, error) from error
             skipped[error.reason] += 1
             logger.warning("left out sample %r: %s", conversation.id, error)
             return None
         except Exception as error:
             # Whatever it is, a worker that raises stops one rank and leaves the others waiting for it.
-            raise SampleError(conversation, error) from error
+            raise SampleError(conversation.id, error) from error
 
     def _encoded(self, conversation: Conversation) -> EncodedPrompt:
         prompt = self._encode(conversation)
@@ -118,8 +145,8 @@ class StepDataset(Dataset[StepBatch]):
 class SampleError(Exception):
     """A failure with the name of the sample it came from."""
 
-    def __init__(self, conversation: Conversation, error: Exception) -> None:
-        super().__init__(f"sample {conversation.id!r}: {type(error).__name__}: {error}")
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"sample {name!r}: {type(error).__name__}: {error}")
 
 
 def collate(loaded: Sequence[Loaded], pad_id: int, *, seed: int, epoch: int) -> MicroBatch:
@@ -135,10 +162,10 @@ def collate(loaded: Sequence[Loaded], pad_id: int, *, seed: int, epoch: int) -> 
     audios = [audio for example in loaded for audio in example.audios]
     ids = [example.conversation.id for example in loaded]
     return {
-        "audios": _pad([torch.from_numpy(np.ascontiguousarray(a)) for a in audios], 0.0, torch.float32),
+        "audios": pad_rows([torch.from_numpy(np.ascontiguousarray(a)) for a in audios], 0.0, torch.float32),
         "audio_lens": torch.tensor([len(audio) for audio in audios], dtype=torch.int64),
-        "input_ids": _pad([torch.tensor(e.prompt.input_ids) for e in loaded], pad_id, torch.int64),
-        "loss_mask": _pad([torch.tensor(e.prompt.loss_mask) for e in loaded], False, torch.bool),
+        "input_ids": pad_rows([torch.tensor(e.prompt.input_ids) for e in loaded], pad_id, torch.int64),
+        "loss_mask": pad_rows([torch.tensor(e.prompt.loss_mask) for e in loaded], False, torch.bool),
         "text_lens": torch.tensor([len(e.prompt.input_ids) for e in loaded], dtype=torch.int64),
         "sample_ids": ids,
         "sample_seeds": torch.tensor(
@@ -148,7 +175,7 @@ def collate(loaded: Sequence[Loaded], pad_id: int, *, seed: int, epoch: int) -> 
     }
 
 
-def _pad(rows: Sequence[Tensor], value: float, dtype: torch.dtype) -> Tensor:
+def pad_rows(rows: Sequence[Tensor], value: float, dtype: torch.dtype) -> Tensor:
     """Returns [N, longest], right-padded; [0, 0] without rows."""
     longest = max((len(row) for row in rows), default=0)
     padded = torch.full((len(rows), longest), value, dtype=dtype)

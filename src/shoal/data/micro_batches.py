@@ -10,7 +10,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
@@ -20,21 +20,12 @@ from shoal.data.mixing import read_epoch
 from shoal.data.sampling import Buckets, Budget, Filters, Sized, SkipLog, compose, estimate_bounds
 from shoal.data.seeds import derive_seed
 from shoal.data.sources import Source, open_sources
+from shoal.data.steps import EpochStream
 
 logger = logging.getLogger(__name__)
 
 # Further ones are only counted, so that a filter on a large corpus does not flood the log.
 _NAMED_PER_REASON = 10
-
-MicroBatchItems = tuple[Conversation, ...]
-
-
-@dataclass
-class EpochStream:
-    """One pass over the micro-batches; `skipped` counts, by reason, what was left out so far."""
-
-    batches: Iterator[MicroBatchItems]
-    skipped: Counter[str]
 
 
 class MicroBatchStream:
@@ -65,6 +56,7 @@ class MicroBatchStream:
     ) -> None:
         self.config = config
         self.key = key
+        self.drop_last = config.drop_last
         self._prompts = prompts
         self._shuffle = shuffle
         self._report_skips = report_skips

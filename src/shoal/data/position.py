@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from shoal.data.conversation import Conversation
+
+class Named(Protocol):
+    """An example as the sampler sees it: metadata under a name that is unique in its data set."""
+
+    @property
+    def id(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class StepPlan:
             alone, so that a sum over ranks counts each once.
     """
 
-    micro_batches: tuple[tuple[Conversation, ...], ...]
+    micro_batches: tuple[tuple[Named, ...], ...]
     epoch: int
     position: StreamPosition
     skipped: Mapping[str, int] = field(default_factory=dict)

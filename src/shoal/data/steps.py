@@ -9,16 +9,39 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 from torch.utils.data import Sampler
 
-from shoal.data.micro_batches import EpochStream, MicroBatchItems, MicroBatchStream
-from shoal.data.position import START, StepPlan, StreamPosition
+from shoal.data.position import START, Named, StepPlan, StreamPosition
 from shoal.data.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
+
+MicroBatchItems = tuple[Named, ...]
+
+
+@dataclass
+class EpochStream:
+    """One pass over the micro-batches; `skipped` counts, by reason, what was left out so far."""
+
+    batches: Iterator[MicroBatchItems]
+    skipped: Counter[str]
+
+
+class GlobalStream(Protocol):
+    """A stream of global micro-batches, a function of (configuration, order seed, epoch) alone.
+
+    `key` is the key path of its configuration, for messages; `drop_last` leaves an unfinished last step out.
+    """
+
+    key: str
+    drop_last: bool
+
+    def epoch(self, epoch: int, order_seed: int) -> EpochStream:
+        """Returns the micro-batches of one epoch in their order."""
 
 
 class StepSampler(Sampler[StepPlan]):
@@ -44,7 +67,7 @@ class StepSampler(Sampler[StepPlan]):
 
     def __init__(
         self,
-        stream: MicroBatchStream,
+        stream: GlobalStream,
         *,
         dp_rank: int,
         dp_size: int,
@@ -159,7 +182,7 @@ class StepSampler(Sampler[StepPlan]):
 
     def _next_window(self, stream: EpochStream) -> list[MicroBatchItems]:
         window = list(islice(stream.batches, self._window))
-        if self._stream.config.drop_last and len(window) < self._window:
+        if self._stream.drop_last and len(window) < self._window:
             stream.skipped["drop_last"] += sum(len(items) for items in window)
             return []
         return window

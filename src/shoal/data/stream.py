@@ -14,7 +14,7 @@ from shoal.config.speech import DatasetConfig
 from shoal.data.audio import AudioOptions
 from shoal.data.batch import StepBatch
 from shoal.data.conversation import PromptEncoder
-from shoal.data.dataset import StepDataset
+from shoal.data.dataset import PlanDataset, StepDataset
 from shoal.data.micro_batches import MicroBatchStream
 from shoal.data.position import START, StreamPosition
 from shoal.data.seeds import worker_init
@@ -52,7 +52,7 @@ class StepLoader(DataLoader[StepBatch]):
             yield self._failed_step(f"{type(error).__name__}: {error}")
 
     def _failed_step(self, error: str) -> StepBatch:
-        assert isinstance(self.dataset, StepDataset)
+        assert isinstance(self.dataset, PlanDataset)
         empty = [self.dataset.empty() for _ in range(self.sampler.micro_batches_per_rank)]
         return StepBatch(empty, self.position, error)
 
@@ -193,13 +193,18 @@ def _dataset(
 
 
 def _loader_options(config: DatasetConfig) -> dict[str, Any]:
+    return loader_options(config.num_workers, config.pin_memory)
+
+
+def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """Returns the arguments of torch's DataLoader that every loader of steps has."""
     # batch_size None switches torch's own batching off: the sampler hands out whole steps.
     return {
         "batch_size": None,
-        "num_workers": config.num_workers,
-        "pin_memory": config.pin_memory,
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
         "collate_fn": _as_it_is,
-        "worker_init_fn": worker_init if config.num_workers else None,
+        "worker_init_fn": worker_init if num_workers else None,
         # Otherwise each iteration draws from torch's global generator, and a resumed run, which iterates
         # anew, would go on with other dropout than an uninterrupted one.
         "generator": torch.Generator(),
