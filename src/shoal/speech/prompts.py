@@ -1,18 +1,16 @@
 """Prompt formats: a conversation becomes token ids with exactly the assistant's tokens supervised.
 
-A format is a chat template (Jinja). It is rendered with marks in place of the messages, so that the template
-decides what stands around them and the mask never depends on how a tokenizer splits a string: supervised and
-other text are tokenized apart, and a prompt for generation is always a prefix of the training example.
+A format is a chat template (Jinja), see `shoal.data.chat`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from shoal.data.chat import ChatTemplate, Message, pad_id_of
 from shoal.data.conversation import ASSISTANT, AudioTurn, Conversation, EncodedPrompt
 
 _PLAIN = (
@@ -61,14 +59,6 @@ FORMATS = {
     "qwen": PromptFormat(_CHATML, ("<|im_start|>", "<|im_end|>"), own_template=True),
 }
 
-_MARK = re.compile("\ue000(\\d+)\ue001")  # private-use characters, which no template trims or interprets
-
-
-@dataclass(frozen=True)
-class _Message:
-    role: str
-    content: str
-
 
 class PromptFormatter:
     """Encodes conversations for one tokenizer and one format; the `PromptEncoder` of the data part.
@@ -97,17 +87,23 @@ class PromptFormatter:
             )
         self.tokenizer = tokenizer
         self.audio_locator_tag = audio_locator_tag
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._end_tokens = tuple(sorted(special.union(tokenizer.all_special_tokens) - {audio_locator_tag}))
         tokenizer.add_tokens([audio_locator_tag], special_tokens=True)
         self.placeholder_id: int = tokenizer.convert_tokens_to_ids(audio_locator_tag)
-        self.pad_id: int = _first(tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
-        self._template = self._choose_template(prompt_format)
+        self.pad_id: int = pad_id_of(tokenizer)
+        template = self._choose_template(prompt_format)
+        self._chat = ChatTemplate(
+            tokenizer, template, key="model.prompt_format", not_an_end=(audio_locator_tag,)
+        )
         # The tokenizer's own habit decides about a first token where the format says nothing about it.
         self._prefix = tokenizer("").input_ids[:1] if prompt_format == "plain" else []
         if self._prefix != [tokenizer.bos_token_id]:
             self._prefix = []
-        self.eos_ids = self._find_eos_ids(prompt_format)
+        if "eos_token" in template and tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"model.prompt_format = {prompt_format!r}: the tokenizer has no eos_token, so an answer "
+                "would never end; use a tokenizer that has one"
+            )
+        self.eos_ids = self._chat.end_ids()
 
     def encode(self, conversation: Conversation) -> EncodedPrompt:
         """Returns the whole conversation; supervised are the assistant's texts with their end tokens."""
@@ -118,61 +114,18 @@ class PromptFormatter:
         messages = _messages(conversation, self.audio_locator_tag)
         if messages and messages[-1].role == ASSISTANT:
             messages.pop()
-        return self._encode([*messages, _Message(ASSISTANT, "")], prompt_only=True)
+        return self._encode([*messages, Message(ASSISTANT, "")], prompt_only=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of generated tokens without special ones."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text.strip()
 
-    def _encode(self, messages: list[_Message], *, prompt_only: bool) -> EncodedPrompt:
-        pieces = list(self._pieces(messages))
-        if prompt_only:
-            pieces = pieces[: max(i for i, (_, supervised) in enumerate(pieces) if supervised)]
-        ids: list[int] = list(self._prefix)
-        mask = [False] * len(ids)
-        for supervised, run in groupby(pieces, key=lambda piece: piece[1]):
-            tokens = self._tokenize("".join(text for text, _ in run))
-            ids += tokens
-            mask += [supervised and not prompt_only and token != self.placeholder_id for token in tokens]
-        return EncodedPrompt(tuple(ids), tuple(mask))
-
-    def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
-    def _pieces(self, messages: list[_Message]) -> Iterator[tuple[str, bool]]:
-        """Yields (text, supervised) in order; an assistant's message and its end token are one piece."""
-        marked = [{"role": m.role, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)]
-        rendered: str = self.tokenizer.apply_chat_template(
-            marked, chat_template=self._template, tokenize=False, add_generation_prompt=False
-        )
-        parts = _MARK.split(rendered)
-        if [int(index) for index in parts[1::2]] != list(range(len(messages))):
-            roles = ", ".join(m.role for m in messages)
-            raise ValueError(
-                f"the chat template does not show every message of the roles {roles} once, in order"
-            )
-        yield parts[0], False
-        for index, after in zip(parts[1::2], parts[2::2], strict=True):
-            message = messages[int(index)]
-            end = self._end_of_turn(after) if message.role == ASSISTANT else 0
-            yield message.content + after[:end], message.role == ASSISTANT
-            yield after[end:], False
-
-    def _end_of_turn(self, after: str) -> int:
-        """Returns where the first special token of `after` ends."""
-        ends = [
-            (after.index(token), after.index(token) + len(token))
-            for token in self._end_tokens
-            if token in after
-        ]
-        if not ends:
-            raise ValueError(
-                f"the chat template ends an assistant turn by {after!r}, without a special token, so an "
-                "answer would never end; use another model.prompt_format"
-            )
-        return min(ends)[1]
+    def _encode(self, messages: list[Message], *, prompt_only: bool) -> EncodedPrompt:
+        encoded = self._chat.encode(messages, prompt_only=prompt_only, prefix=self._prefix)
+        pairs = zip(encoded.input_ids, encoded.loss_mask, strict=True)
+        mask = tuple(supervised and token != self.placeholder_id for token, supervised in pairs)
+        return EncodedPrompt(encoded.input_ids, mask)
 
     def _choose_template(self, prompt_format: str) -> str:
         chosen = FORMATS[prompt_format]
@@ -191,20 +144,8 @@ class PromptFormatter:
             )
         return own or chosen.template
 
-    def _find_eos_ids(self, prompt_format: str) -> tuple[int, ...]:
-        """Returns the ids that end an answer: the format's end of turn and the tokenizer's end token."""
-        if "eos_token" in self._template and self.tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"model.prompt_format = {prompt_format!r}: the tokenizer has no eos_token, so an answer "
-                "would never end; use a tokenizer that has one"
-            )
-        probe = list(self._pieces([_Message("user", "a"), _Message(ASSISTANT, "")]))
-        ending = next(text for text, supervised in probe if supervised)
-        ids = (self._tokenize(ending)[-1], self.tokenizer.eos_token_id)
-        return tuple(sorted({token for token in ids if token is not None}))
 
-
-def _messages(conversation: Conversation, tag: str) -> list[_Message]:
+def _messages(conversation: Conversation, tag: str) -> list[Message]:
     """Turns become messages; consecutive turns of a role are joined by a space, audio as its tag."""
     texts = (
         (turn.role, tag if isinstance(turn, AudioTurn) else turn.text)
@@ -212,10 +153,6 @@ def _messages(conversation: Conversation, tag: str) -> list[_Message]:
         if isinstance(turn, AudioTurn) or turn.text
     )
     return [
-        _Message(role, " ".join(text for _, text in turns))
+        Message(role, " ".join(text for _, text in turns))
         for role, turns in groupby(texts, key=lambda t: t[0])
     ]
-
-
-def _first(*values: int | None) -> int:
-    return next(value for value in values if value is not None)
