@@ -24,6 +24,7 @@ _DIVIDED = {
 }
 _BOUNDED = {
     "final_logit_softcapping": (
+        "beam",
         "gemma2",
         "gemma3_text",
         "gemma3n_text",

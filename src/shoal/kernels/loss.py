@@ -86,10 +86,10 @@ def token_losses(
     rows = max(1, CHUNK_ELEMENTS // weight.shape[0]) if chunk_size is None else chunk_size
     terms = _Terms(softcap, logit_scale, label_smoothing, z_loss)
     with torch.autocast(device, enabled=False):
-        loss_sum, num_correct = _ChunkedLoss.apply(
+        sums: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, labels, terms, rows, torch.is_grad_enabled()
         )
-    return loss_sum, num_correct
+    return sums
 
 
 def reference_token_losses(
@@ -159,7 +159,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss_sum, num_correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("token_losses: the gradients were handed out; call backward once")
