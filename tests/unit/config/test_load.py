@@ -169,12 +169,12 @@ def test_wrong_sections_are_findings_not_crashes(path: str, value: Any) -> None:
 
 
 def test_named_validation_sets_share_their_block() -> None:
-    shared = {"batch_size": 1, "sample_rate": 8000}
+    shared = {"batch_size": 1, "max_duration": 8.0}
     first = {"input_cfg": [{"type": "nemo", "manifest_filepath": "a.json"}]}
     sets = {"first": first, "second": {**first, "batch_size": 2}}
     config = load_config(merged(base("speech"), {"data": {"validation_ds": {**shared, "datasets": sets}}}))
     named = config.data.validation_ds.datasets
-    assert [(item.batch_size, item.sample_rate) for item in named.values()] == [(1, 8000), (2, 8000)]
+    assert [(item.batch_size, item.max_duration) for item in named.values()] == [(1, 8.0), (2, 8.0)]
 
 
 def test_error_in_a_shared_block_is_reported_once() -> None:

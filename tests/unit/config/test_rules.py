@@ -49,6 +49,11 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return nested
 
 
+def _cosine(**keys: Any) -> dict[str, Any]:
+    return {"model": {"lr_scheduler": {"_target_": "nemo.core.optim.lr_scheduler.CosineAnnealing", **keys}}}
+
+
+_DEV = {"cuts_path": "dev.jsonl", "batch_size": 1}
 _SOURCE = {"type": "lhotse_as_conversation", "cuts_path": "a.jsonl"}
 
 # rule, recipe, world size, what is written over the base
@@ -96,6 +101,24 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
     ("source-keys", "speech", None, _train(input_cfg=[{"type": "nemo", "cuts_path": "a.jsonl"}])),
     ("source-weights", "speech", None, _train(input_cfg=[{**_SOURCE, "weight": 0.5}, _SOURCE])),
     ("bucket-bounds", "speech", None, _train(bucket_duration_bins=[4.0, 2.0])),
+    ("warm-up-fits-schedule", "speech", None, _cosine(warmup_steps=10)),
+    ("warm-up-fits-schedule", "speech", None, _cosine(warmup_steps=5, max_steps=5)),
+    ("schedule-has-end", "speech", None, {**_cosine(), "trainer": {"max_steps": -1, "max_epochs": 1}}),
+    (
+        "one-directory",
+        "speech",
+        None,
+        {"trainer": {"default_root_dir": "x"}, "exp_manager": {"explicit_log_dir": "x"}},
+    ),
+    (
+        "time-limit-saves",
+        "speech",
+        None,
+        {"exp_manager": {"max_time_per_run": "00:01:00:00", "create_checkpoint_callback": False}},
+    ),
+    ("one-sample-rate", "speech", None, {"data": {"validation_ds": {**_DEV, "sample_rate": 8000}}}),
+    ("whole-lengths", "speech", None, _train(measure_total_length=False)),
+    ("no-half-parameters", "speech", 2, _mesh(distributed_config={"mp_policy": {"param_dtype": "float16"}})),
     ("length-range", "speech", None, _train(min_duration=3.0, max_duration=2.0)),
     (
         "packing-needs-one-row",
@@ -143,6 +166,25 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         "speech",
         2,
         _mesh(distributed_config={"tp_plan": {"a": "colwise"}}),
+    ),
+    ("not-yet-lora-use-dora", "speech", None, {"model": {"lora": {"use_dora": True}}}),
+    (
+        "not-yet-trainer-strategy-activation-checkpointing-llm",
+        "speech",
+        2,
+        _mesh(activation_checkpointing_llm="selective"),
+    ),
+    (
+        "not-yet-trainer-strategy-distributed-config-activation-checkpointing",
+        "speech",
+        2,
+        _mesh(distributed_config={"activation_checkpointing": "selective"}),
+    ),
+    (
+        "not-yet-distributed-activation-checkpointing",
+        "llm",
+        None,
+        _distributed(activation_checkpointing="selective"),
     ),
     ("not-yet-trainer-strategy-moe-config", "speech", 2, _mesh(moe_config={})),
     *(
@@ -193,14 +235,15 @@ NOTICES: tuple[tuple[str, int | None, dict[str, Any]], ...] = (
     ("sampler-is-ours", 2, {"trainer": {"use_distributed_sampler": True}}),
     ("monitor-is-logged", None, {"exp_manager": {"explicit_log_dir": "x"}}),
     (
-        "schedule-ends-with-run",
+        "monitor-needs-validation",
         None,
         {
-            "model": {
-                "lr_scheduler": {"_target_": "nemo.core.optim.lr_scheduler.CosineAnnealing", "max_steps": 9}
-            }
+            "exp_manager": {"explicit_log_dir": "x"},
+            "data": {"validation_ds": _DEV},
+            "trainer": {"limit_val_batches": 0},
         },
     ),
+    ("schedule-ends-with-run", None, _cosine(max_steps=9)),
     (
         "shards-inside-node",
         16,

@@ -7,6 +7,7 @@ from shoal.config.errors import Finding
 from shoal.config.facts import Facts
 from shoal.config.llm import LLMConfig
 from shoal.config.rules.base import Broken, Rule
+from shoal.config.rules.effect import EFFECT_RULES
 from shoal.config.rules.llm import LLM_RULES
 from shoal.config.rules.mesh import MESH_RULES
 from shoal.config.rules.pending import PENDING_RULES
@@ -14,7 +15,7 @@ from shoal.config.rules.speech import SPEECH_RULES
 from shoal.config.rules.trainer import TRAINER_RULES
 from shoal.config.speech import SpeechConfig
 
-RULES: tuple[Rule, ...] = (*MESH_RULES, *TRAINER_RULES, *SPEECH_RULES, *LLM_RULES, *PENDING_RULES)
+RULES: tuple[Rule, ...] = (*MESH_RULES, *TRAINER_RULES, *SPEECH_RULES, *EFFECT_RULES, *LLM_RULES, *PENDING_RULES)
 
 
 def apply_rules(

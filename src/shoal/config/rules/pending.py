@@ -28,6 +28,8 @@ class Pending:
     off: tuple[Any, ...]
 
 
+_CHOSEN = "recomputing a part of each layer"
+_WHOLE_LAYERS = (False, True, "full")
 _SPEECH = (
     Pending("model.packed_sequences", "packed sequences", (False,)),
     Pending("model.aux_loss_coeff", "the load-balance loss of expert layers", (0,)),
@@ -67,9 +69,13 @@ _SPEECH = (
     ),
     Pending("trainer.strategy.distributed_config.tp_plan", "an own tensor-parallel plan", (None,)),
     Pending("trainer.strategy.moe_config", "expert parallelism", (None,)),
+    Pending("trainer.strategy.activation_checkpointing_llm", _CHOSEN, _WHOLE_LAYERS),
+    Pending("trainer.strategy.distributed_config.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
+    Pending("model.lora.use_dora", "weight-decomposed adapters", (False,)),
 )
 
 _LLM = (
+    Pending("distributed.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
     Pending("compile.enabled", "torch.compile", (False,)),
     Pending("packed_sequence.packed_sequence_size", "packed sequences", (0,)),
     Pending("distributed.options.tp_plan", "an own tensor-parallel plan", (None,)),
