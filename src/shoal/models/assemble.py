@@ -110,7 +110,7 @@ def assemble(
     if setup is not None and isinstance(strategy, FSDP2Config):
         shard_fsdp2(module, setup.mesh_context.fsdp_mesh(), strategy, strategy.mp_policy or numerics.policy)
 
-    fill(module, plan, conversions, numerics.stored, _storage_device(strategy, device))
+    fill(module, plan, conversions, _storage_device(strategy, device))
     if setup is None:
         return _plain(module, numerics, device)
     group = setup.mesh_context.group(MeshAxisName.DP)
@@ -126,7 +126,6 @@ def fill(
     module: nn.Module,
     plan: ModelPlan,
     conversions: Mapping[str, list[Any]],
-    dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Gives every parameter memory and its value: from a checkpoint, or from the seed."""
@@ -134,7 +133,7 @@ def fill(
     loaded: set[str] = set()
     for source in plan.weights:
         submodule = _submodule(module, source.module)
-        load_pretrained(submodule, source, conversions[source.module], dtype=dtype, device=device)
+        load_pretrained(submodule, source, conversions[source.module])
         prefix = f"{source.module}." if source.module else ""
         loaded.update(prefix + name for name, _ in submodule.named_parameters() if ".lora_" not in name)
     names = {name for name, _ in module.named_parameters()}

@@ -1,26 +1,30 @@
 """Loads a Hugging Face folder into a model that is already sharded: each rank reads only its own slices.
 
-Hugging Face's loader fills parameters that are DTensors in any layout, one slice at a time, and applies the
-conversions between checkpoint and model names (stacked experts and the like).
+Everything is decided before a byte is read, from names and shapes alone, so that all ranks refuse a checkpoint that
+does not fit, together and with the same message. Then one target after the other is read, converted and copied
+into its place: beyond the rank's shard, memory holds one of them at a time.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging as transformers_logging
+from transformers.utils.loading_report import LoadStateDictInfo
 
+from shoal.models.convert import Conversion, Source, plan_conversions, read
+from shoal.models.files import open_tensors
 from shoal.models.lora import adapted_modules
+
+_BLOCK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -45,108 +49,123 @@ def conversions_of(model: PreTrainedModel) -> list[Any]:
     return conversions
 
 
-def load_pretrained(
-    model: PreTrainedModel,
-    source: WeightSource,
-    conversions: Sequence[Any],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Fills `model` in place; parameters keep their layout, `requires_grad` and dtype.
+def load_pretrained(model: PreTrainedModel, source: WeightSource, conversions: Sequence[Any]) -> None:
+    """Fills a materialised `model` in place; parameters keep their layout, dtype, device and `requires_grad`.
 
     LoRA adapters and the buffers that no checkpoint holds are left alone.
 
     Raises:
-        ValueError: The folder has no safetensors files, or keys are missing, unexpected or of another shape; the
-            message lists them.
+        ValueError: The folder has no safetensors files, keys are missing, unexpected or of another shape, or two
+            tensors for one tied parameter differ; the message lists them. On every rank, before anything is read
+            (tied tensors excepted).
     """
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     length = len(source.prefix)
-    own = {
-        name[length:]: t for name, t in open_tensors(source.folder).items() if name.startswith(source.prefix)
+    tensors = {
+        name[length:]: tensor
+        for name, tensor in open_tensors(source.folder).items()
+        if name.startswith(source.prefix)
     }
-    tensors = _into_adapted_layers(own, adapted_modules(model))
-    config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(source.folder),
-        dtype=dtype,
-        dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=list(conversions),
-        device_map={"": device},
-        ignore_mismatched_sizes=True,  # collected and refused below, together with the other findings
+    targets = target_tensors(model)
+    transforms = deepcopy(
+        list(conversions)
+    )  # matching marks them as used, and marks must not outlive the load
+    plan, unexpected = plan_conversions(tensors, targets, transforms, model)
+    _refuse_misfits(model, source, plan, unexpected, targets)
+    _refuse_untied(source, plan, tensors, targets)
+    with torch.no_grad():
+        for conversion in plan:
+            for name, part in read(conversion, tensors, targets, model):
+                target = targets[name]
+                (target.to_local() if isinstance(target, DTensor) else target).copy_(part)
+    # Hugging Face's save_pretrained undoes these, to write the names that the checkpoint had.
+    used = [transform for transform in transforms if transform.was_used()]
+    model._weight_conversions = used  # type: ignore[assignment]
+
+
+def target_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and saved buffers by the names they have without adapters; adapters themselves left out.
+
+    Tied parameters appear under each of their names.
+    """
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    saved = model.state_dict().keys()
+    named.update({name: buffer for name, buffer in buffers.items() if name in saved})
+    adapted = frozenset(f"{name}.base_layer." if name else "base_layer." for name in adapted_modules(model))
+
+    def plain(name: str) -> str:
+        head, found, leaf = name.rpartition("base_layer.")
+        return head + leaf if found and head + found in adapted else name
+
+    return {plain(name): tensor for name, tensor in named.items() if ".lora_" not in name}
+
+
+def _refuse_misfits(
+    model: PreTrainedModel,
+    source: WeightSource,
+    plan: Sequence[Conversion],
+    unexpected: set[str],
+    targets: Mapping[str, Tensor],
+) -> None:
+    shapes = {name: shape for conversion in plan for name, shape in conversion.shapes.items()}
+    filled = {id(targets[name]) for name in shapes if name in targets}
+    missing = {name for name, tensor in targets.items() if id(tensor) not in filled}
+    surplus = {name for name in shapes if name not in targets}
+    info = LoadStateDictInfo(
+        missing_keys=missing,
+        unexpected_keys=unexpected | surplus,
+        mismatched_keys=set(),
+        skipped_pp_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
     )
-    with _quiet():
-        found, _ = type(model)._load_pretrained_model(model, tensors, None, config)
-    # Not `_finalize_model_loading`: it replaces every buffer that no checkpoint holds by uninitialised memory, on
-    # the assumption that the model was built on the meta device as a whole.
-    model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(found)
-    missing = sorted(key for key in found.missing_keys if ".lora_" not in key)
-    _refuse(source, missing, sorted(found.unexpected_keys), sorted(map(str, found.mismatched_keys)))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable[name])
+    model._adjust_missing_and_unexpected_keys(info)  # what the architecture declares to be harmless
+    mismatched = [
+        f"{name} {list(shape)} instead of {list(targets[name].shape)}"
+        for name, shape in shapes.items()
+        if name in targets and shape != tuple(targets[name].shape)
+    ]
+    _refuse(source, sorted(info.missing_keys), sorted(info.unexpected_keys), sorted(mismatched))
 
 
-def open_tensors(folder: Path) -> dict[str, Any]:
-    """Lazy slices of every tensor in a folder's safetensors files, by name; nothing is read yet."""
-    files = _weight_files(folder)
-    tensors: dict[str, Any] = {}
-    for file in files:
-        handle = safe_open(file, framework="pt")
-        tensors.update({name: handle.get_slice(name) for name in handle.keys()})  # type: ignore[no-untyped-call] # noqa: SIM118
-    return tensors
+def _refuse_untied(
+    source: WeightSource,
+    plan: Sequence[Conversion],
+    tensors: Mapping[str, Source],
+    targets: Mapping[str, Tensor],
+) -> None:
+    """A checkpoint may hold a tied parameter under several names, but not with several values."""
+    first: dict[int, tuple[str, Source]] = {}
+    for conversion in plan:
+        if conversion.converter is not None:
+            continue
+        name, tensor = conversion.first, tensors[conversion.sources[0][0]]
+        other, reference = first.setdefault(id(targets[name]), (name, tensor))
+        if other != name and not _equal(reference, tensor):
+            raise ValueError(
+                f"{source.folder}: {other} and {name} are one tied parameter of the model, but the checkpoint "
+                "has different values for them; repair: set tie_word_embeddings=false in its config.json"
+            )
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise ValueError(f"{folder}: the index names files that are absent: {', '.join(absent)}")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{folder}: no safetensors files; repair: point to a folder saved with safetensors, or set "
-            "model.pretrained_weights=false to start from random weights"
-        )
-    return files
-
-
-def _into_adapted_layers(tensors: Mapping[str, Any], adapted: Sequence[str]) -> dict[str, Any]:
-    """Redirects the weights of adapted layers to their ``base_layer``."""
-    layers = frozenset(adapted)
-
-    def target(name: str) -> str:
-        module, _, leaf = name.rpartition(".")
-        return f"{module}.base_layer.{leaf}" if module in layers else name
-
-    return {target(name): tensor for name, tensor in tensors.items()}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, of which every rank would draw its own."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+def _equal(a: Source, b: Source) -> bool:
+    """Whether two tensors of one shape are equal; whole on every rank, so that all decide alike, but by blocks."""
+    shape = a.get_shape()
+    rows = max(1, _BLOCK_ELEMENTS // max(1, shape[-1]))
+    blocks = (slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))
+    return all(torch.equal(a[block], b[block]) for block in blocks)
 
 
 def _refuse(source: WeightSource, missing: list[str], unexpected: list[str], mismatched: list[str]) -> None:
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": mismatched}
     lines = [
-        f"  {kind}: {', '.join(keys[:12])}{' ...' if len(keys) > 12 else ''}"
+        f"  {kind}: {', '.join(keys[:12])}{f' and {len(keys) - 12} more' if len(keys) > 12 else ''}"
         for kind, keys in kinds.items()
         if keys
     ]
     if lines:
         raise ValueError(
-            f"{source.folder} does not fit {source.module}:\n"
+            f"{source.folder} does not fit {source.module or 'the model'}:\n"
             + "\n".join(lines)
             + "\n  repair: name a checkpoint "
             "of the same architecture, or set model.pretrained_weights=false"

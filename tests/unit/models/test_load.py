@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
 from shoal.models.assemble import ModelPlan, Numerics, assemble
+from shoal.models.files import open_tensors
 from shoal.models.load import WeightSource
 from shoal.parallel.setup import DistributedSetup
 from tests.tiny import tiny_llama
@@ -115,6 +117,98 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, damage: Any
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=said):
         assemble(causal_lm_plan(folder), None, Numerics(), CPU)
+
+
+def refuse_on_rank(rank: int, world: int, folder: str) -> str:
+    with pytest.raises(ValueError, match="does not fit") as error:
+        assemble(causal_lm_plan(Path(folder)), setup_of("fsdp2", world), Numerics(), CPU)
+    return str(error.value)
+
+
+def test_every_rank_refuses_with_the_same_message(ranks: RankRunner, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(31)  # one of two ranks could fill its half
+    for index in range(14):
+        tensors[f"surplus.{index}"] = torch.zeros(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    first, second = ranks(refuse_on_rank, 2, str(folder))
+    assert first == second
+    assert "of another shape: model.norm.weight [31] instead of [32]" in first
+    assert "surplus.0, " in first and " and 2 more" in first
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_indexed_checkpoint_of_many_files(ranks: RankRunner, tmp_path: Path, world: int) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    # What no index names is not part of the model: here an unrelated file that some tools leave behind.
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "adapter.safetensors")
+    expected = tensors_of(model)
+    actual = ranks(load_on_rank, world, "fsdp2", str(tmp_path), {})[-1]
+    assert not [name for name in expected if not torch.equal(actual[name], expected[name])]
+
+
+def test_an_index_that_is_not_true_is_refused(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], "gone": "nowhere.safetensors"}}))
+    with pytest.raises(ValueError, match="names files that are absent: nowhere.safetensors"):
+        open_tensors(tmp_path)
+    some = next(iter(content["weight_map"].values()))
+    index.write_text(json.dumps({"weight_map": {**content["weight_map"], "gone": some}}))
+    with pytest.raises(ValueError, match="names tensors that no file holds: gone"):
+        open_tensors(tmp_path)
+    index.unlink()
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="another file holds too: model.norm.weight"):
+        open_tensors(tmp_path)
+
+
+def test_keys_that_an_architecture_declares_harmless_are_not_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # as old checkpoints have
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    module = assemble(causal_lm_plan(folder), None, Numerics(), CPU).module
+    assert module.get_buffer("model.rotary_emb.inv_freq").abs().sum() > 0
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_weights_must_agree_in_the_checkpoint(tmp_path: Path, equal: bool) -> None:
+    folder = save(tmp_path, tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 0.0 if equal else 1.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if equal:
+        module = assemble(causal_lm_plan(folder), None, Numerics(), CPU).module
+        assert module.get_parameter("lm_head.weight") is module.get_parameter("model.embed_tokens.weight")
+        return
+    with pytest.raises(ValueError, match="are one tied parameter .* different values"):
+        assemble(causal_lm_plan(folder), None, Numerics(), CPU)
+
+
+def test_untied_model_needs_its_own_head(tmp_path: Path) -> None:
+    save(tmp_path, tied=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(ValueError, match="missing: lm_head.weight"):
+        assemble(causal_lm_plan(tmp_path), None, Numerics(), CPU)
+
+
+def test_parameters_do_not_alias_the_file(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    module = assemble(causal_lm_plan(folder), None, Numerics(), CPU).module
+    before = tensors_of(module)
+    file = folder / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(file.stat().st_size // 2)
+        handle.write(bytes(file.stat().st_size // 2))
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors_of(module).items())
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""The trainable module of the LLM recipe: a transformers causal LM and its loss in one forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shoal.kernels.logits import logit_transforms
+from shoal.kernels.loss import token_losses
+
+IGNORE = -100
+"""The label of a position that carries no loss."""
+
+
+class CausalLM(nn.Module):
+    """Maps a micro-batch of documents to sums of token losses; its one forward is the root of sharding.
+
+    Nothing touches a parameter outside `forward`. Rows are right-padded and attention is causal, so no token sees
+    padding and no mask is needed. A pack (with ``cu_seqlens``) gives attention the borders of its documents.
+
+    Args:
+        llm: A causal language model of transformers.
+        loss: ``chunked`` multiplies hidden states by the head a chunk of tokens at a time, ``full`` takes the
+            model's own logits of all supervised tokens; the same numbers.
+        label_smoothing: Share of the target spread over the vocabulary.
+        z_loss: Weight of the squared log-partition.
+
+    Raises:
+        ValueError: ``chunked`` does not know what the model does to its logits, or the head is adapted.
+    """
+
+    def __init__(
+        self,
+        llm: PreTrainedModel,
+        *,
+        loss: Literal["chunked", "full"] = "chunked",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.llm = llm
+        self._chunked = loss == "chunked"
+        self._smoothing, self._z_loss = label_smoothing, z_loss
+        self._arguments = frozenset(inspect.signature(llm.forward).parameters)
+        self._transforms = logit_transforms(llm.config) if self._chunked else {}
+        if self._chunked and not isinstance(llm.get_output_embeddings(), nn.Linear):
+            raise ValueError(
+                f"loss_fn.kind = 'chunked': the head of {type(llm).__name__} is not a plain linear layer; "
+                "repair: loss_fn.kind=full"
+            )
+
+    def forward(self, micro_batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Runs one micro-batch.
+
+        Args:
+            micro_batch: `input_ids` int64 and `loss_mask` bool [B, S], right-padded. A pack has B = 1, and
+                `position_ids` [1, S], `cu_seqlens` int32 [N + 1] and `max_seqlen`; its mask is False on each
+                document's first token.
+
+        Returns:
+            `loss_sum` (with gradient), `num_tokens` and `num_correct` over the supervised tokens, scalars in
+            float32 (float64 for a float64 model); without a supervised token all are 0 and so is every gradient.
+        """
+        labels = shifted_labels(micro_batch["input_ids"], micro_batch["loss_mask"])
+        arguments = self._inputs(micro_batch)
+        if self._chunked:
+            loss_sum, num_correct = self._chunked_losses(arguments, labels)
+        else:
+            loss_sum, num_correct = self._full_losses(arguments, labels)
+        num_tokens = (labels != IGNORE).sum().to(loss_sum.dtype)
+        return {"loss_sum": loss_sum, "num_tokens": num_tokens, "num_correct": num_correct}
+
+    def _inputs(self, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"input_ids": micro_batch["input_ids"], "use_cache": False}
+        if "cu_seqlens" in micro_batch:
+            borders, longest = micro_batch["cu_seqlens"], micro_batch["max_seqlen"]
+            arguments |= {
+                "position_ids": micro_batch["position_ids"],
+                "cu_seq_lens_q": borders,
+                "cu_seq_lens_k": borders,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
+        return arguments
+
+    def _chunked_losses(self, arguments: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+        hidden: Tensor = self.llm.base_model(**arguments).last_hidden_state
+        head: Any = self.llm.get_output_embeddings()
+        return token_losses(
+            hidden.flatten(0, 1),
+            head.weight,
+            labels.flatten(),
+            bias=head.bias,
+            label_smoothing=self._smoothing,
+            z_loss=self._z_loss,
+            **self._transforms,
+        )
+
+    def _full_losses(self, arguments: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+        columns = (labels != IGNORE).any(0).nonzero()[:, 0]
+        labels = labels[:, columns].flatten()
+        if "logits_to_keep" in self._arguments:
+            logits: Tensor = self.llm(**arguments, logits_to_keep=columns).logits.flatten(0, 1)
+        else:
+            logits = self.llm(**arguments).logits[:, columns].flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        loss_sum = F.cross_entropy(
+            logits, labels, ignore_index=IGNORE, label_smoothing=self._smoothing, reduction="sum"
+        )
+        supervised = labels != IGNORE
+        if self._z_loss:
+            loss_sum = loss_sum + self._z_loss * logits[supervised].logsumexp(-1).square().sum()
+        correct = (logits.detach().argmax(-1) == labels) & supervised
+        return loss_sum, correct.sum().to(loss_sum.dtype)
+
+
+def shifted_labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    """Returns the label of each position, its next token where that one is supervised, else -100; [B, S] int64.
+
+    A document's first token is never supervised, so that no label reaches over a border.
+    """
+    following = input_ids.masked_fill(~loss_mask, IGNORE)[:, 1:]
+    return F.pad(following, (0, 1), value=IGNORE)

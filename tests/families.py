@@ -1,0 +1,77 @@
+"""Tiny causal language models of many families: random, two layers or a little more, built in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+VOCAB = 64
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "head_dim": 8,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 12,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "phi3": ("phi3", {"partial_rotary_factor": 1.0}),
+    "qwen3-moe": ("qwen3_moe", _EXPERTS),
+    "nemotron-h": ("nemotron_h", {**_MAMBA, "layers_block_type": ["mamba", "moe", "attention", "mamba"]}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
+    "hrm-text": ("hrm_text", {"head_dim": 8}),
+    "olmo-hybrid": ("olmo_hybrid", {}),
+}
+"""Model type and settings of each family; sizes that divide neither by 2 nor by 3 are on purpose."""
+
+
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """The configuration of a tiny model of a family."""
+    model_type, settings = FAMILIES[family]
+    return AutoConfig.for_model(model_type, **{**_COMMON, **settings, **changes})
+
+
+def tiny_lm(
+    family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A tiny causal language model of a family, with repeatable weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
+    return model
