@@ -71,8 +71,13 @@ def describe(error: BaseException | None) -> str:
 
 def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """Every rank's `text` in rank order; just this one's without a process group. Collective."""
+    return gather_objects(text, group)
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's `value` (plain data) in rank order; just this one's without a process group. Collective."""
     if not is_distributed():
-        return [text]
-    gathered: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, text, group=group)
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
