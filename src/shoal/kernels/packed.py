@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,33 +21,54 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    sinks: bool = False  # added afterwards, which needs the gradient of the log-sum-exp
+    sinks: bool = False
+    """Sinks are added afterwards, which needs the gradient of the log-sum-exp."""
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionSpec], tuple[Tensor, Tensor]]
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, spec) -> (out, lse), all tokens belonging to a document, without sinks."""
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, spec) -> (out, lse): every token is in a document, sinks are left out."""
 
-_known_borders = WeakIdKeyDictionary()
+
+class TensorMemo(Generic[T]):
+    """Remembers what follows from a tensor's contents while the tensor lives and stays as it is.
+
+    All layers get the same tensor of borders; on a GPU its values are then copied once and not once per layer.
+    """
+
+    def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
+
+    def of(self, tensor: Tensor, compute: Callable[[], T], *also: Hashable) -> T:
+        """Returns `compute()`, or what it was for this tensor and the same `also`."""
+        if tensor.is_inference():  # has no version that would tell of a change
+            return compute()
+        key = (tensor._version, *also)
+        known: tuple[Any, T] | None = self._known.get(tensor)
+        if known is not None and known[0] == key:
+            return known[1]
+        value = compute()
+        self._known[tensor] = (key, value)
+        return value
+
+
+_borders = TensorMemo[tuple[int, ...]]()
 
 
 def borders(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Returns the values of `cu_seqlens` [N+1]; on a GPU they are copied once per tensor, not once per layer.
+    """Returns the values of `cu_seqlens` [N+1].
 
     Raises:
         ValueError: They do not begin with 0 or decrease somewhere.
     """
-    # A tensor made in inference mode has no version that would tell of a change.
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
-    known: tuple[int, tuple[int, ...]] | None = _known_borders.get(cu_seqlens)  # type: ignore[no-untyped-call]
-    if known is not None and version is not None and known[0] == version:
-        return known[1]
-    values: tuple[int, ...] = tuple(cu_seqlens.tolist())
+    return _borders.of(cu_seqlens, lambda: _checked(tuple(cu_seqlens.tolist())))
+
+
+def _checked(values: tuple[int, ...]) -> tuple[int, ...]:
     if not values or values[0] != 0 or any(b < a for a, b in zip(values, values[1:], strict=False)):
         raise ValueError(
             f"cu_seqlens: {list(values)} has to begin with 0 and never decrease; "
             "give the running sum of the documents' lengths, with a 0 in front"
         )
-    _known_borders[cu_seqlens] = (version, values)
     return values
 
 
