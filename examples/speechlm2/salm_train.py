@@ -9,8 +9,9 @@ import sys
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from shoal.cli import report_errors
 from shoal.cli.train import train
-from shoal.config import ConfigError, LoadOptions
+from shoal.config import LoadOptions
 
 # Hydra would move to a new folder and set up logging; the run's folder belongs to exp_manager.
 QUIET = (
@@ -25,11 +26,8 @@ QUIET = (
 def main(config: DictConfig) -> None:
     """Trains and leaves with the exit status; 2 means that the configuration was refused."""
     data = OmegaConf.to_container(config, resolve=False)
-    try:
-        sys.exit(train(data, options=LoadOptions(), program=[__file__, *ARGUMENTS]))
-    except ConfigError as error:
-        print(f"salm_train.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    program = [__file__, *ARGUMENTS]
+    sys.exit(report_errors("salm_train.py", lambda: train(data, options=LoadOptions(), program=program)))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from shoal import __version__
 from shoal.config import ConfigError
+
+_PACKAGE = Path(__file__).parents[1]
 
 COMMANDS = {
     "train": "train a model from a YAML file",
@@ -17,7 +22,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status; a refused configuration gives 2, without traceback."""
+    """Runs the command line and returns its exit status; see `report_errors` for what fails."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
@@ -28,12 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"shoal: unknown command {words[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    command = words[0]
+    return report_errors(f"shoal {command}", lambda: import_module(f"shoal.cli.{command}").run(words[1:]))
+
+
+def report_errors(program: str, action: Callable[[], int]) -> int:
+    """Runs `action` and returns its exit status; what Shoal itself refuses is a message and not a traceback.
+
+    A refused configuration gives 2. Any other error that Shoal's own code raises (weights, tokenizer, data, a
+    gradient that is not finite) gives 1; with SHOAL_DEBUG=1 it keeps its traceback. Errors of other libraries, and
+    mistakes in the code, always do.
+    """
+    rank = os.environ.get("RANK")
+    name = program if rank is None else f"{program} (rank {rank})"
     try:
-        status: int = import_module(f"shoal.cli.{words[0]}").run(words[1:])
+        return action()
     except ConfigError as error:
-        print(f"shoal {words[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
-    return status
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        if os.environ.get("SHOAL_DEBUG") == "1" or _PACKAGE not in Path(place.filename).parents:
+            raise
+        where = f"{Path(place.filename).relative_to(_PACKAGE.parent)}:{place.lineno}"
+        print(f"{name}: {error}\n  [{where}; SHOAL_DEBUG=1 shows the traceback]", file=sys.stderr)
+        return 1
 
 
 def _usage() -> str:

@@ -21,12 +21,12 @@ def launched_world_size(environment: Mapping[str, str] = os.environ) -> int | No
 
 def torchrun_command(num_ranks: int, program: Sequence[str]) -> list[str]:
     """Returns the command that runs `program` (``-m MODULE ...`` or ``SCRIPT ...``) on `num_ranks` local ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [sys.executable, "-m", "shoal.launch.torchrun", "--standalone"]
     return [*torchrun, "--nproc-per-node", str(num_ranks), *program]
 
 
 def run_local(num_ranks: int, program: Sequence[str]) -> int:
-    """Runs `program` on local ranks and returns the exit status of the launcher.
+    """Runs `program` on local ranks and returns their exit status; see `shoal.launch.torchrun`.
 
     One thread per rank unless OMP_NUM_THREADS says otherwise: ranks share the cores. SIGINT and SIGTERM are passed
     on, so that the ranks end with this process.

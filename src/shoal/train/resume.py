@@ -13,7 +13,6 @@ steps and the best scores of callbacks continue as if the run had never stopped.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,7 +30,6 @@ from shoal.checkpoint.state import LoadedState, load_state, save_state
 from shoal.checkpoint.store import CheckpointError
 from shoal.train.strategy import distributed_setup
 
-_log = logging.getLogger(__name__)
 _TRAIN_BATCHES = "epoch_loop.batch_progress"
 _VAL_BATCHES = "epoch_loop.val_loop.batch_progress"
 _BETWEEN_EPOCHS = "between_epochs"
@@ -132,7 +130,7 @@ class ResumeRun(pl.Callback):
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
         if trainer.is_global_zero:
             loaded = self._loaded
-            _log.info("resumed %s at step %d, data position %s", self.path, loaded.step, loaded.position)
+            print(f"resumed {self.path} at step {loaded.step}, data position {loaded.position}", flush=True)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -120,7 +120,10 @@ class SignalStop(pl.Callback):
         if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
             return
         path = _checkpoint_callbacks(trainer)[0].save_now(trainer, during_validation)
-        raise StoppedForRequeue(self._reason(), path, self.exit_code)
+        stopped = StoppedForRequeue(self._reason(), path, self.exit_code)
+        if trainer.is_global_zero:
+            print(stopped, flush=True)
+        raise stopped
 
     def _reason(self) -> str:
         if self._received is not None:

@@ -89,6 +89,41 @@ def test_refused_configuration_prints_the_message_and_returns_2(
     assert started == []
 
 
+def failing(error: Exception) -> Any:
+    """A training that fails inside Shoal's own code, as far as a traceback shows."""
+    source = "def train(loaded):\n    raise error"
+    place = str(Path(shoal.cli.__file__).parents[1] / "train" / "plans.py")
+    names: dict[str, Any] = {"error": error}
+    exec(compile(source, place, "exec"), names)
+    return names["train"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no such tokenizer"), RuntimeError("data of this step failed")])
+def test_what_training_refuses_is_a_message_with_its_rank(
+    error: Exception, config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.cli.train, "_train", failing(error))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+    assert main(["train", str(config_file)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"shoal train (rank 3): {error}\n  [shoal/train/plans.py:2; SHOAL_DEBUG=1")
+    monkeypatch.setenv("SHOAL_DEBUG", "1")
+    with pytest.raises(type(error), match=str(error)):
+        main(["train", str(config_file)])
+
+
+def test_errors_of_other_libraries_keep_their_traceback(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(loaded: Loaded) -> int:
+        raise ValueError("from elsewhere")
+
+    monkeypatch.setattr(shoal.cli.train, "_train", train)
+    with pytest.raises(ValueError, match="from elsewhere"):
+        main(["train", str(config_file)])
+
+
 @pytest.mark.parametrize("section", ["distributed", "step_scheduler"])
 def test_llm_recipe_is_refused_by_its_rule(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -175,6 +210,30 @@ def test_ranks_get_one_thread_and_their_status_comes_back(
     assert run_local(2, [str(script), "a=1"]) == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["1a=1", "1a=1"]
     assert torchrun_command(2, ["x.py"])[-3:] == ["--nproc-per-node", "2", "x.py"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        # The first rank that fails decides; the launcher ends the other one.
+        ("sys.exit(2) if rank == '1' else time.sleep(60)", 2),
+        ("os.kill(os.getpid(), 9) if rank == '1' else time.sleep(60)", 128 + 9),
+        ("os.kill(os.getppid(), 15) if rank == '1' else None; time.sleep(60)", 75),
+    ],
+)
+def test_the_launcher_ends_as_its_ranks_end(
+    ending: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "def save(*_): time.sleep(1); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        f"time.sleep(1); {ending}\n"
+    )
+    assert run_local(2, [str(script)]) == status
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_hydra_script_composes_and_refuses_like_the_command(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from shoal.config.rules.speech import data_sets
 from shoal.config.schema import FSDP2Config
 from shoal.config.speech import SpeechConfig
 
-
 _COSINE = "shoal.train.optim.CosineAnnealing"
 
 
