@@ -199,7 +199,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _seed(step: int, index: int) -> None:
-    from shoal.data.seeds import derive_seed
+    from shoal.config.seeds import derive_seed
 
     torch.manual_seed(derive_seed(3, step, index))
 

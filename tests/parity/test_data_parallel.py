@@ -39,6 +39,8 @@ CASES = {
         lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
     ),
     "tied": Case(tied=True),
+    # Of attention probabilities and of LoRA's input; the encoder has none.
+    "dropout": Case(dropout=0.2, lora={"r": 4, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]}),
     "one-rank-unsupervised": Case(num_micro_batches=4, unsupervised=(1, 3)),
     "fp32-sgd": Case(dtype=torch.float32, optimizer="sgd"),
 }
@@ -47,6 +49,8 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 TABLE = [("whisper", layout.name) for layout in LAYOUTS] + [
     (case, layout) for case in CASES if case != "whisper" for layout in ("ddp2", "fsdp2", "hsdp2x2")
 ]
+# Recomputed layers draw what they drew before.
+TABLE += [("dropout", "ddp4"), ("dropout", "fsdp4-checkpointing")]
 
 
 @functools.cache

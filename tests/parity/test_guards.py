@@ -77,8 +77,14 @@ def local_norm() -> None:
 
 def initial_values_by_rank() -> None:
     """Draws initial values that depend on the rank."""
-    honest = init_module.seed_of
-    init_module.seed_of = lambda seed, name: honest(seed + torch.distributed.get_rank(), name)
+    honest = init_module.derive_seed
+    init_module.derive_seed = lambda seed, name: honest(seed + torch.distributed.get_rank(), name)
+
+
+def dropout_by_rank() -> None:
+    """Draws dropout that depends on the rank and not on the place of the micro-batch."""
+    honest = step_module.derive_seed
+    step_module.derive_seed = lambda seed, step, index: honest(seed, step, torch.distributed.get_rank())
 
 
 def train_what_is_frozen() -> None:
@@ -93,6 +99,7 @@ FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], Case]] = {
     "half-loss": (report_half_the_loss, ("fsdp2", "ddp"), CASE),
     "local-norm": (local_norm, ("fsdp2", "hsdp"), CASE),
     "rank-seeds": (initial_values_by_rank, ("fsdp2",), CASE),
+    "dropout-seeds": (dropout_by_rank, ("fsdp2", "ddp"), Case(dropout=0.2, num_micro_batches=4)),
     "unfrozen": (train_what_is_frozen, ("fsdp2",), Case(freeze=(r"^perception\.encoder\..+",))),
 }
 LAYOUTS = {

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shoal.config.seeds import derive_seed
 from shoal.data.audio import AudioOptions, BadAudio, Samples, load_audio
 from shoal.data.batch import MicroBatch, StepBatch, empty_micro_batch
 from shoal.data.conversation import Conversation, EncodedPrompt, PromptEncoder
 from shoal.data.position import StepPlan
-from shoal.data.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
+from shoal.config.seeds import derive_seed
 from shoal.config.speech import DatasetConfig
 from shoal.data.conversation import Conversation, PromptEncoder, token_count
 from shoal.data.mixing import read_epoch
 from shoal.data.sampling import Buckets, Budget, Filters, Sized, SkipLog, compose, estimate_bounds
-from shoal.data.seeds import derive_seed
 from shoal.data.sources import Source, open_sources
 from shoal.data.steps import EpochStream
 

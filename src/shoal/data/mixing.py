@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
+from shoal.config.seeds import derive_seed
 from shoal.data.conversation import Conversation
-from shoal.data.seeds import derive_seed
 from shoal.data.sources import Source
 
 T = TypeVar("T")

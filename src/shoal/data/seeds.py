@@ -1,30 +1,19 @@
-"""Seeds of 31 bits, derived by a stable hash from names and numbers, never from a rank or a worker.
-
-31 bits because NumPy and lhotse reject seeds at and above 2^32, also after adding a small offset.
-"""
+"""The global generators of a process and of its data workers; what else is random is seeded by its name."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 import secrets
 
 import numpy as np
 import torch
 
-_BITS = 31
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Returns a seed in [0, 2^31), a function of `parts` alone on every machine."""
-    # repr keeps ("1", 2) and (1, "2") apart.
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - _BITS)
+from shoal.config.seeds import SEED_BITS, derive_seed
 
 
 def draw_entropy() -> int:
     """Returns 31 bits from the operating system, for ``shard_seed: trng``; draw on one rank and broadcast."""
-    return secrets.randbits(_BITS)
+    return secrets.randbits(SEED_BITS)
 
 
 def seed_everything(seed: int) -> None:

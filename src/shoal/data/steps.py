@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch.utils.data import Sampler
 
+from shoal.config.seeds import derive_seed
 from shoal.data.position import START, Named, StepPlan, StreamPosition
-from shoal.data.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,14 @@ values directly would give every shard the same numbers on CPU, and numbers that
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shoal.config.seeds import derive_seed
 
 
 def initialise(model: nn.Module, names: Collection[str], seed: int) -> None:
@@ -42,7 +43,7 @@ def _initialise_module(owner: nn.Module, module: nn.Module, name: str, wanted: l
     module._parameters.update(full)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed_of(seed, name))
+            torch.manual_seed(derive_seed(seed, name))
             _draw(owner, module, name)
     finally:
         module._parameters.update(placed)
@@ -87,12 +88,6 @@ def store(value: Tensor, target: Tensor) -> None:
             target.to_local().copy_(part.to_local())
         else:
             target.copy_(value)
-
-
-def seed_of(seed: int, name: str) -> int:
-    """A 31-bit seed from the run's seed and a name; stable across processes and releases."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 2**31
 
 
 def _owner(model: nn.Module, module_name: str) -> nn.Module:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shoal.config.seeds import derive_seed
 from shoal.data.batch import StepBatch
-from shoal.data.seeds import derive_seed
 from shoal.mesh.collectives import all_gather_objects, all_reduce_sum
 from shoal.parallel.model import MicroBatch, ParallelModel
 from shoal.speech.batch_norm import update_running_statistics

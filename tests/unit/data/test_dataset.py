@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shoal.config.seeds import derive_seed
 from shoal.config.speech import DatasetConfig, InputConfig
 from shoal.data.audio import AudioOptions
 from shoal.data.batch import empty_micro_batch
 from shoal.data.conversation import EncodedPrompt
 from shoal.data.dataset import StepDataset
 from shoal.data.position import StepPlan, StreamPosition
-from shoal.data.seeds import derive_seed
 from shoal.data.sources import open_sources
 from shoal.data.stream import build_train_loader
 from tests.unit.data import corpus
