@@ -30,7 +30,7 @@ from shoal.parallel.activation_checkpointing import checkpoint_activations
 from shoal.parallel.ddp import autocasting, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
 from shoal.parallel.model import ParallelModel, no_gradient_sync
-from shoal.parallel.setup import DistributedSetup, refuse_unused_axes
+from shoal.parallel.setup import DistributedSetup, refuse_unimplemented
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def assemble(
             implemented yet.
     """
     if setup is not None:
-        refuse_unused_axes(setup)
+        refuse_unimplemented(setup)
     with parameters_on_meta():
         module = plan.build()
     if plan.lora is not None:

@@ -83,11 +83,11 @@ class DistributedSetup:
         return cls(mesh_context, options, pipeline_config, moe_parallel_config, agreed_checkpointing(layout))
 
 
-def refuse_unused_axes(setup: DistributedSetup) -> None:
-    """Refuse a mesh with axes that no code spreads a model over yet.
+def refuse_unimplemented(setup: DistributedSetup) -> None:
+    """Refuse what a setup may say and no code does yet.
 
-    Such a mesh can be built and asked for its groups, but a model on it would silently be replicated along
-    them. Raises ConfigError with every such axis.
+    A mesh with more axes can be built and asked for its groups, but a model on it would silently be replicated
+    along them; and partial recomputation would silently be whole. Raises ConfigError with every finding.
     """
     sizes = setup.mesh_context.sizes
     findings = [
@@ -97,6 +97,9 @@ def refuse_unused_axes(setup: DistributedSetup) -> None:
         for axis, size in (("tp", sizes.tp), ("cp", sizes.cp), ("pp", sizes.pp), ("ep", sizes.ep))
         if size > 1
     ]
+    if setup.activation_checkpointing == "selective":
+        key, limit = "activation_checkpointing", "false, true or full for now"
+        findings.append(Finding("mode-not-implemented", key, "selective", limit, f"{key}: true"))
     if findings:
         raise ConfigError(findings)
 
@@ -117,4 +120,4 @@ def _device_type() -> DeviceType:
     return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
 
-__all__ = ["DistributedSetup", "refuse_unused_axes"]
+__all__ = ["DistributedSetup", "refuse_unimplemented"]

@@ -19,7 +19,7 @@ from shoal.config.schema import (
 )
 from shoal.mesh.context import MeshContext
 from shoal.models.assemble import ModelPlan, Numerics, assemble
-from shoal.parallel.setup import DistributedSetup, refuse_unused_axes
+from shoal.parallel.setup import DistributedSetup, refuse_unimplemented
 
 
 @pytest.fixture
@@ -103,7 +103,14 @@ def test_a_model_is_not_built_on_axes_that_would_only_replicate_it() -> None:
         )
     keys = [finding.key for finding in refusal.value.findings]
     assert keys == [f"parallelism_sizes.{axis}_size" for axis in ("tp", "cp", "pp")]
-    refuse_unused_axes(DistributedSetup.build(parallelism_sizes=ParallelismSizes(dp_replicate_size=2)))
+    refuse_unimplemented(DistributedSetup.build(parallelism_sizes=ParallelismSizes(dp_replicate_size=2)))
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_partial_recomputation_is_not_taken_for_whole() -> None:
+    setup = DistributedSetup.build(activation_checkpointing="selective")
+    with pytest.raises(ConfigError, match="mode-not-implemented"):
+        refuse_unimplemented(setup)
 
 
 @pytest.mark.usefixtures("eight_ranks")
