@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.arguments import add_trust_options, load_options
-from shoal.config import ConfigError, Finding, Loaded, LoadOptions, SpeechConfig, load
+from shoal.config import ConfigError, Finding, LLMConfig, Loaded, LoadOptions, SpeechConfig, load
 from shoal.launch.local import launched_world_size, run_local
 
 
@@ -18,7 +18,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", help="path of the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a key, as dotted path")
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="ranks to start here (default: trainer.devices)"
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks to start here (default: trainer.devices, or one per GPU)",
     )
     parser.add_argument(
         "--strict-topology", action="store_true", help="refuse layouts that leave the fast links of a node"
@@ -62,7 +65,7 @@ def train(
         overrides: Overrides of its keys.
         options: What the command line allows.
         program: What each rank runs when this process starts them: ``-m MODULE ...`` or ``SCRIPT ...``.
-        num_ranks: Ranks to start here; None means trainer.devices.
+        num_ranks: Ranks to start here; None means trainer.devices, for an LLM one per GPU.
 
     Returns:
         The exit status.
@@ -89,9 +92,11 @@ def _refuse_several_nodes(loaded: Loaded) -> None:
 
 
 def _train(loaded: Loaded) -> int:
+    if isinstance(loaded.config, LLMConfig):
+        from shoal.train.llm_recipe import run_llm_training
+
+        return run_llm_training(loaded.config, loaded.notices)
     from shoal.train.recipes import run_training
 
-    if not isinstance(loaded.config, SpeechConfig):
-        raise TypeError("the rule llm-recipe refuses the LLM recipe before it comes here")
     allowed = loaded.config.options.allow_commands
     return run_training(loaded.config, loaded.notices, allow_commands=allowed)

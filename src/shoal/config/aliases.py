@@ -161,3 +161,72 @@ SCHEDULE_NAMES = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "dfs", "v_s
 def canonical_schedule(name: str) -> str | None:
     """Returns torch's name of a pipeline schedule, written in any case, with or without ``_``, or None."""
     return _SCHEDULES.get(name.lower().replace("_", ""))
+
+
+# ----------------------------------------------------------------------------- the LLM recipe, AutoModel's names
+
+LLM_RECIPES = frozenset({"llm", "TrainFinetuneRecipeForNextTokenPrediction"})
+
+MODEL_FACTORIES: Mapping[str, str] = {
+    "from_pretrained": "pretrained_model_name_or_path",
+    "from_config": "config",
+}
+"""The last word of a model's ``_target_`` and the key it needs."""
+
+BACKEND_TARGETS = frozenset(
+    {
+        "nemo_automodel.components.models.common.BackendConfig",
+        "nemo_automodel.components.models.common.utils.BackendConfig",
+        "nemo_automodel.components.moe.utils.BackendConfig",
+    }
+)
+
+BACKEND_AS_BUILT: Mapping[str, tuple[object, ...]] = {
+    "fake_balanced_gate": (False,),
+    "enable_hf_state_dict_adapter": (True,),
+    "enable_fsdp_optimizations": (True, False),
+}
+"""Keys that AutoModel's own model classes need; models here are transformers', sharded in one way."""
+
+_LLM_DATA = "nemo_automodel.components.datasets.llm"
+DATASETS: Mapping[str, str] = {
+    f"{_LLM_DATA}.squad.make_squad_dataset": "squad",
+    f"{_LLM_DATA}.hellaswag.HellaSwag": "hellaswag",
+    f"{_LLM_DATA}.chat_dataset.ChatDataset": "chat",
+    f"{_LLM_DATA}.ChatDataset": "chat",
+    f"{_LLM_DATA}.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset": "instruction",
+    f"{_LLM_DATA}.ColumnMappedTextInstructionDataset": "instruction",
+}
+
+DATASET_KEYS: Mapping[str, str] = {
+    "path_or_dataset": "path",
+    "path_or_dataset_id": "path",
+    "dataset_name": "path",
+    "num_samples_limit": "limit_dataset_samples",
+}
+
+DATASET_AS_BUILT: Mapping[str, tuple[object, ...]] = {
+    "pad_to_max_length": (False, None),
+    "padding": (False, None, "do_not_pad"),
+}
+"""Rows are padded to the longest of their micro-batch, or packed."""
+
+LOADER_TARGETS = frozenset(
+    {"torchdata.stateful_dataloader.StatefulDataLoader", "torch.utils.data.DataLoader"}
+)
+COLLATERS = frozenset({"default_collater", "packed_sequence_thd_collater"})
+PACKING: Mapping[str, str] = {"thd": "greedy", "neat": "best_fit"}
+
+LOSSES: Mapping[str, str] = {
+    "MaskedCrossEntropy": "full",
+    "ChunkedCrossEntropy": "chunked",
+    "FusedLinearCrossEntropy": "chunked",
+}
+LOSS_AS_BUILT: Mapping[str, tuple[object, ...]] = {
+    "fp32_upcast": (True,),
+    "ignore_index": (-100,),
+    "reduction": ("sum",),
+}
+
+RNG_TARGETS = frozenset({"nemo_automodel.components.training.rng.StatefulRNG"})
+PEFT_TARGETS = frozenset({"nemo_automodel.components._peft.lora.PeftConfig"})

@@ -62,7 +62,7 @@ class Facts:
 def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> Facts:
     """Collects the facts about a configuration; reads at most one small JSON file."""
     accelerators = count_accelerators() if options.accelerators is None else options.accelerators
-    per_node, planned = _planned_world(config, accelerators)
+    per_node, planned = _planned_world(config, accelerators, options.to_train)
     if world_size is not None:
         per_node = _launched_per_node(config, world_size)
     return Facts(
@@ -75,8 +75,10 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
     )
 
 
-def _planned_world(config: Any, accelerators: int) -> tuple[int | None, int | None]:
-    """Returns the ranks per node and in all that the trainer section implies."""
+def _planned_world(config: Any, accelerators: int, to_train: bool) -> tuple[int | None, int | None]:
+    """Returns the ranks per node and in all that the configuration implies; LLM files name none."""
+    if isinstance(config, LLMConfig) and to_train:
+        return max(accelerators, 1), max(accelerators, 1)
     trainer = config.trainer if isinstance(config, SpeechConfig) else None
     devices, nodes = getattr(trainer, "devices", None), getattr(trainer, "num_nodes", None)
     if devices is None or nodes is None:
@@ -110,7 +112,7 @@ def llm_folder(config: Any) -> Path | None:
     if isinstance(config, SpeechConfig):
         name = getattr(config.model, "pretrained_llm", None)
     elif isinstance(config, LLMConfig) and config.model is not None:
-        name = config.model.kwargs.get("pretrained_model_name_or_path")
+        name = config.model.pretrained_model_name_or_path or config.model.config
     return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
 

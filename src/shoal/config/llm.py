@@ -1,7 +1,4 @@
-"""The whole surface of the LLM recipe on one page; the sections follow NeMo AutoModel's YAML.
-
-The sections parse and are checked. Training from such a file is refused by one rule until the recipe exists.
-"""
+"""The whole surface of the LLM recipe on one page; the sections follow NeMo AutoModel's YAML."""
 
 from __future__ import annotations
 
@@ -9,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shoal.config.schema import DistEnvConfig, DistributedConfig
+from shoal.config.options import LoadOptions
+from shoal.config.schema import DistEnvConfig, DistributedConfig, DtypeName
+from shoal.config.speech import BackendConfig, PrecisionName
+from shoal.config.text import DataloaderConfig, PackedSequenceConfig, TextDatasetConfig
 from shoal.config.values import (
     CountInt,
+    Fraction,
     FrozenDict,
     NonNegativeFloat,
     PositiveFloat,
@@ -22,8 +23,28 @@ from shoal.config.values import (
 
 
 @dataclass(frozen=True)
+class CausalLMConfig:
+    """The model: weights of a folder or hub model, or an architecture that starts from random weights.
+
+    `config` is a folder or hub model whose config.json is taken, or the fields of a transformers configuration
+    with their ``model_type``. torch_dtype is the dtype the weights are stored in while training, see `precision`.
+    """
+
+    pretrained_model_name_or_path: str | None = None
+    config: str | Mapping[str, Any] | None = None
+    torch_dtype: Literal["auto"] | DtypeName | None = None
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "shoal"] = "auto"
+    trust_remote_code: bool = False
+    backend: BackendConfig = BackendConfig()
+
+
+@dataclass(frozen=True)
 class StepSchedulerConfig:
-    """Batch sizes and periods; global_batch_size = local_batch_size * dp_size * accumulation."""
+    """Batch sizes and periods; global_batch_size = local_batch_size * dp_size * accumulation.
+
+    Batch sizes count documents, or packs with packed sequences. The run ends after num_epochs or max_steps,
+    whichever comes first. Validation runs every val_every_steps, None means at the end of each epoch.
+    """
 
     global_batch_size: PositiveInt = 32
     local_batch_size: PositiveInt = 1
@@ -38,7 +59,7 @@ class StepSchedulerConfig:
 
 @dataclass(frozen=True)
 class RngConfig:
-    """The run's seed; ranked False gives every rank the same generator."""
+    """The run's seed; what is random derives from it and from names, never from a rank."""
 
     seed: SeedInt = 42
     ranked: bool = True
@@ -46,7 +67,11 @@ class RngConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where and how checkpoints are written."""
+    """Where and how checkpoints are written.
+
+    restore_from is a checkpoint, or ``latest`` for the newest complete one in checkpoint_dir (the beginning when
+    there is none yet). keep_last (AutoModel: max_recent_checkpoints) None keeps all.
+    """
 
     enabled: bool = True
     checkpoint_dir: str = "checkpoints/"
@@ -54,37 +79,33 @@ class CheckpointConfig:
     model_save_format: Literal["safetensors", "torch_save"] = "safetensors"
     save_consolidated: bool | Literal["final", "every"] = "final"
     is_async: bool = False
-    max_recent_checkpoints: PositiveInt | None = None
+    keep_last: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
-class PackedSequenceConfig:
-    """Several documents in one sequence of packed_sequence_size tokens; 0 switches packing off."""
+class LossConfig:
+    """Cross-entropy: ``chunked`` never holds the logits of all tokens at once, ``full`` does; same numbers."""
 
-    packed_sequence_size: CountInt = 0
-    packing_strategy: Literal["thd"] = "thd"
-    max_packs: PositiveInt | None = None
-
-
-@dataclass(frozen=True)
-class DataloaderConfig:
-    """Options of the data loader; shuffle None means True for training."""
-
-    shuffle: bool | None = None
-    num_workers: CountInt = 0
-    pin_memory: bool = False
-    drop_last: bool = False
+    kind: Literal["chunked", "full"] = "chunked"
+    label_smoothing: Fraction = 0.0
+    z_loss: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True)
 class LRSchedulerConfig:
-    """Warm-up and decay in optimizer steps; None is derived from the length of the run."""
+    """Warm-up from init_lr to the optimizer's rate and decay to min_lr, in optimizer steps.
+
+    None means: lr_decay_steps the whole run, lr_warmup_steps a tenth of the run but at most 1000, init_lr a tenth
+    and min_lr a hundredth of the optimizer's rate. WSD stays at the rate until the last wsd_decay_steps.
+    """
 
     lr_warmup_steps: CountInt | None = None
     lr_decay_steps: PositiveInt | None = None
     lr_decay_style: Literal["cosine", "constant", "linear", "inverse-square-root", "WSD"] = "cosine"
     init_lr: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat | None = None
+    wsd_decay_steps: PositiveInt | None = None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
 
 
 @dataclass(frozen=True)
@@ -96,15 +117,16 @@ class ClipGradNormConfig:
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Low-rank adapters, AutoModel's spelling."""
+    """Low-rank adapters, AutoModel's spelling; a module name may hold ``*``."""
 
     dim: PositiveInt = 8
     alpha: PositiveFloat = 32
-    dropout: NonNegativeFloat = 0.0
+    dropout: Fraction = 0.0
     target_modules: tuple[str, ...] | str = ()
-    exclude_modules: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] | str = ()
     match_all_linear: bool = False
     use_dora: bool = False
+    use_triton: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,29 +140,43 @@ class CompileConfig:
     backend: str | None = None
 
 
+_ADAMW = TargetConfig("torch.optim.AdamW", FrozenDict({"lr": 1e-4, "weight_decay": 0.01}))
+
+
 @dataclass(frozen=True)
 class LLMConfig:
-    """A whole run of the LLM recipe; `to_dict` gives it back as plain YAML data."""
+    """A whole run of the LLM recipe; `to_dict` gives it back as plain YAML data.
 
-    model: TargetConfig | None = None
+    precision None follows from model.torch_dtype: bf16-true for bfloat16, 64-true for float64, else bf16-mixed.
+    tokenizer None is that of the model; ``bytes`` has one token per byte and needs no file. The main validation
+    set is named ``default``; ``validation_dataset_NAME: {...}`` in YAML adds one under its own name. A logger runs
+    when its section is there; its keys are those of Lightning's logger.
+    """
+
+    model: CausalLMConfig | None = None
+    tokenizer: str | None = None
+    precision: PrecisionName | None = None
     step_scheduler: StepSchedulerConfig = StepSchedulerConfig()
     dist_env: DistEnvConfig = DistEnvConfig()
     rng: RngConfig = RngConfig()
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     distributed: DistributedConfig = DistributedConfig()
-    loss_fn: TargetConfig | None = None
-    dataset: TargetConfig | None = None
-    validation_dataset: TargetConfig | None = None
+    loss_fn: LossConfig = LossConfig()
+    dataset: TextDatasetConfig | None = None
+    validation_datasets: Mapping[str, TextDatasetConfig] = field(default_factory=FrozenDict)
     packed_sequence: PackedSequenceConfig = PackedSequenceConfig()
     dataloader: DataloaderConfig = DataloaderConfig()
     validation_dataloader: DataloaderConfig = DataloaderConfig()
-    optimizer: TargetConfig | None = None
+    optimizer: TargetConfig = _ADAMW
     lr_scheduler: LRSchedulerConfig | None = None
     clip_grad_norm: ClipGradNormConfig = ClipGradNormConfig()
     peft: PeftConfig | None = None
-    wandb: Mapping[str, Any] = field(default_factory=FrozenDict)
-    mlflow: Mapping[str, Any] = field(default_factory=FrozenDict)
+    wandb: Mapping[str, Any] | None = None
+    mlflow: Mapping[str, Any] | None = None
+    tensorboard: Mapping[str, Any] | None = None
+    ci: Mapping[str, Any] | None = None
+    options: LoadOptions = field(default=LoadOptions(), metadata={"internal": True})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the resolved configuration as plain YAML data; loading it gives an equal configuration."""

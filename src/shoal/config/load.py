@@ -71,7 +71,7 @@ def load(
     if not options.allow_commands:
         report.findings.extend(check_sources(data, ""))
     recipe = SpeechConfig if _SPEECH_SECTIONS & set(data) else LLMConfig
-    config = build(recipe, data, "", report)
+    config = convert(recipe, data, "", report)
     facts = gather_facts(config, options, world_size)
     refused, notices = apply_rules(config, facts, report)
     if report.findings or refused:
@@ -79,7 +79,8 @@ def load(
     if isinstance(config, SpeechConfig):
         devices = facts.devices_per_node or 1
         trainer = replace(config.trainer, use_distributed_sampler=False, devices=devices)
-        config = replace(config, trainer=trainer, options=options)
+        config = replace(config, trainer=trainer)
+    config = replace(config, options=options)
     return Loaded(config, tuple(notices), facts)
 
 

@@ -48,8 +48,9 @@ class CausalLM(nn.Module):
         self._chunked = loss == "chunked"
         self._smoothing, self._z_loss = label_smoothing, z_loss
         self._arguments = frozenset(inspect.signature(llm.forward).parameters)
-        self._transforms = logit_transforms(llm.config) if self._chunked else {}
-        if self._chunked and not isinstance(llm.get_output_embeddings(), nn.Linear):
+        self._transforms: dict[str, Any] = dict(logit_transforms(llm.config)) if self._chunked else {}
+        head = llm.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if self._chunked and not isinstance(head, nn.Linear):
             raise ValueError(
                 f"loss_fn.kind = 'chunked': the head of {type(llm).__name__} is not a plain linear layer; "
                 "repair: loss_fn.kind=full"
@@ -91,7 +92,7 @@ class CausalLM(nn.Module):
 
     def _chunked_losses(self, arguments: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
         hidden: Tensor = self.llm.base_model(**arguments).last_hidden_state
-        head: Any = self.llm.get_output_embeddings()
+        head: Any = self.llm.get_output_embeddings()  # type: ignore[no-untyped-call]
         return token_losses(
             hidden.flatten(0, 1),
             head.weight,

@@ -39,6 +39,12 @@ from shoal.train.stop import SignalStop
 
 CHECKPOINTS = "checkpoints"
 RECORDS = ("config.yaml", "versions.json", "git.json", "layout.json")
+_LOGGERS: Mapping[str, type[Logger]] = {
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MLFlowLogger,
+    "csv": CSVLogger,
+}
 _PACKAGES = ("shoal", "torch", "transformers", "lightning", "lhotse", "peft", "numpy")
 
 
@@ -275,19 +281,35 @@ def _checkpoint(manager: ExpManagerConfig, log_dir: Path, validates: bool) -> Mo
 
 
 def _loggers(manager: ExpManagerConfig, log_dir: Path) -> tuple[Logger, ...]:
-    loggers: list[Logger] = []
-    if manager.create_tensorboard_logger:
-        _need_package("tensorboard", "exp_manager.create_tensorboard_logger")
-        loggers.append(TensorBoardLogger(save_dir=log_dir, name="", version=""))
-    if manager.create_wandb_logger:
-        _need_package("wandb", "exp_manager.create_wandb_logger")
-        loggers.append(WandbLogger(**{"save_dir": log_dir, **manager.wandb_logger_kwargs}))
-    if manager.create_mlflow_logger:
-        _need_package("mlflow", "exp_manager.create_mlflow_logger")
-        loggers.append(MLFlowLogger(**{"save_dir": str(log_dir / "mlruns"), **manager.mlflow_logger_kwargs}))
-    if manager.create_csv_logger:
-        loggers.append(CSVLogger(save_dir=log_dir, name="", version=""))
-    return tuple(loggers)
+    wanted = {
+        "tensorboard": (manager.create_tensorboard_logger, {}),
+        "wandb": (manager.create_wandb_logger, manager.wandb_logger_kwargs),
+        "mlflow": (manager.create_mlflow_logger, manager.mlflow_logger_kwargs),
+        "csv": (manager.create_csv_logger, {}),
+    }
+    return tuple(
+        logger_of(name, options, log_dir, key=f"exp_manager.create_{name}_logger")
+        for name, (enabled, options) in wanted.items()
+        if enabled
+    )
+
+
+def logger_of(name: str, options: Mapping[str, Any], log_dir: Path, *, key: str) -> Logger:
+    """A logger of Lightning by its short name, writing to `log_dir` unless `options` say otherwise.
+
+    Raises:
+        ValueError: Its package is missing, or it does not take these options.
+    """
+    folder = str(log_dir / "mlruns") if name == "mlflow" else log_dir
+    defaults: dict[str, Any] = {"save_dir": folder}
+    if name in ("tensorboard", "csv"):
+        defaults |= {"name": "", "version": ""}
+    if name != "csv":
+        _need_package(name, key)
+    try:
+        return _LOGGERS[name](**{**defaults, **options})
+    except TypeError as error:
+        raise ValueError(f"{key}: {error}; use the keys of Lightning's {_LOGGERS[name].__name__}") from error
 
 
 def _need_package(package: str, key: str) -> None:

@@ -7,15 +7,17 @@ step function serves every layout; Lightning keeps the loops, loggers, callbacks
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -41,10 +43,10 @@ class ShoalModule(pl.LightningModule):
     Args:
         plan: What to build; nothing is built before the processes are connected.
         optimizer: Target and arguments, over the parameters that train.
-        lr_scheduler: Target and arguments; stepped once per optimizer step.
+        lr_scheduler: Target and arguments, or what makes it of the optimizer; stepped once per optimizer step.
         gradient_clip_val: Bound of the global gradient norm; None never scales.
         seed: Names the random numbers of dropout together with the step and the micro-batch.
-        sample_rate: Of the audio, to report seconds.
+        sample_rate: Of the audio, to report seconds; None for a model without audio.
         validation_sets: Names of the validation sets, in the order of the loaders.
         init_from_checkpoint: Weights to start from instead: a checkpoint of ours, or a safetensors file or folder.
     """
@@ -53,11 +55,11 @@ class ShoalModule(pl.LightningModule):
         self,
         plan: ModelPlan,
         optimizer: TargetConfig,
-        lr_scheduler: TargetConfig | None = None,
+        lr_scheduler: TargetConfig | Callable[[Optimizer], LRScheduler] | None = None,
         *,
         gradient_clip_val: float | None = None,
         seed: int = 0,
-        sample_rate: int = 16000,
+        sample_rate: int | None = 16000,
         validation_sets: Sequence[str] = ("default",),
         init_from_checkpoint: str | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class ShoalModule(pl.LightningModule):
         self.stream_position = StreamPosition()
         self.stop_agreed = False
         self.last_result: StepResult | None = None
+        self.last_validation: dict[str, float] = {}
         self.layout = ""
         self._parallel: ParallelModel | None = None
         self._validation_sums: Tensor = torch.zeros(0)
@@ -93,7 +96,7 @@ class ShoalModule(pl.LightningModule):
         """Adds none; it is the first hook that sees the Trainer, before Lightning's own, less helpful refusal."""
         for key, ours, off in (
             ("gradient_clip_val", "ShoalModule(gradient_clip_val=...)", (None, 0)),
-            ("accumulate_grad_batches", "SpeechData(global_micro_batches=...)", (1,)),
+            ("accumulate_grad_batches", "global_micro_batches of the data module", (1,)),
         ):
             value = getattr(self.trainer, key)
             if value not in off:
@@ -151,7 +154,7 @@ class ShoalModule(pl.LightningModule):
         model, step = self.parallel, self.global_step
         stop = any(getattr(callback, "stop_requested", bool)() for callback in self._callbacks())
         header = agree_on_step(
-            batch, model.group, model.device, sample_rate=self.sample_rate, stop_requested=stop
+            batch, model.group, model.device, sample_rate=self.sample_rate or 1, stop_requested=stop
         )
         if header.num_tokens == 0:
             log.warning("step %d has no supervised token on any rank: its loss and gradients are 0", step)
@@ -165,7 +168,7 @@ class ShoalModule(pl.LightningModule):
             header=header,
         )
         self.last_result = result
-        self._log_step(result)
+        self._log_step(result, is_packed="cu_seqlens" in batch.micro_batches[0])
         if (scheduler := self._scheduler()) is not None:
             scheduler.step()
         self.stream_position = batch.position
@@ -179,7 +182,7 @@ class ShoalModule(pl.LightningModule):
     @override
     def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         model = self.parallel
-        agree_on_step(batch, model.group, model.device, sample_rate=self.sample_rate)
+        agree_on_step(batch, model.group, model.device, sample_rate=self.sample_rate or 1)
         for micro_batch in batch.micro_batches:
             out = model.forward(to_device(micro_batch, model.device))
             sums = torch.stack(
@@ -191,6 +194,7 @@ class ShoalModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         model = self.parallel
         sums = all_reduce_sum(self._validation_sums.to(model.device), model.group).cpu()
+        self.last_validation = {}
         rows = dict(zip(self.validation_sets, sums, strict=True))
         for name, row in rows.items():
             self._log_validation(f"_{name}", row)
@@ -199,13 +203,16 @@ class ShoalModule(pl.LightningModule):
     # -------------------------------------------------------------------------------------------- logging
 
     def _log_validation(self, suffix: str, sums: Tensor) -> None:
-        """Loss and accuracy per supervised token; a set without any is left out rather than reported as 0."""
+        """Loss, its exponential and accuracy per supervised token; a set without any is left out, not reported as 0."""
         loss, correct, tokens = sums.tolist()
-        if tokens:
-            self.log(f"val_loss{suffix}", loss / tokens, prog_bar=not suffix, batch_size=1)
-            self.log(f"val_acc{suffix}", correct / tokens, prog_bar=not suffix, batch_size=1)
+        if not tokens:
+            return
+        values = {"loss": loss / tokens, "ppl": perplexity(loss / tokens), "acc": correct / tokens}
+        for name, value in values.items():
+            self.last_validation[f"val_{name}{suffix}"] = value
+            self.log(f"val_{name}{suffix}", value, prog_bar=not suffix, batch_size=1)
 
-    def _log_step(self, result: StepResult) -> None:
+    def _log_step(self, result: StepResult, *, is_packed: bool) -> None:
         now = time.perf_counter()
         elapsed = now - self._last_step_end if self._last_step_end else float("nan")
         self._last_step_end = now
@@ -215,14 +222,17 @@ class ShoalModule(pl.LightningModule):
             "learning_rate": self._optimizer().param_groups[0]["lr"],
             "grad_norm": result.gradient_norm,
             "tokens_per_second": header.num_tokens / elapsed,
-            "audio_seconds_per_second": header.audio_seconds / elapsed,
             "padding_share": header.padding_share,
             "memory_gb": _peak_memory_gb(self.parallel.device),
             "train_accuracy": result.accuracy,
             "num_tokens": float(header.num_tokens),
             "num_samples": float(header.num_samples),
-            "audio_seconds": header.audio_seconds,
         }
+        if self.sample_rate is not None:
+            values["audio_seconds"] = header.audio_seconds
+            values["audio_seconds_per_second"] = header.audio_seconds / elapsed
+        if is_packed:
+            values["packing_efficiency"] = 1.0 - header.padding_share
         self.log_dict(values, prog_bar=False, batch_size=1)
 
     # -------------------------------------------------------------------------------------------- helpers
@@ -237,6 +247,11 @@ class ShoalModule(pl.LightningModule):
         scheduler = self.lr_schedulers()
         assert scheduler is None or isinstance(scheduler, LRScheduler)
         return scheduler
+
+
+def perplexity(loss: float) -> float:
+    """Returns exp(loss) of a mean token loss in nats; infinity where that is too large for a float."""
+    return math.exp(loss) if loss < 700.0 else math.inf
 
 
 def _peak_memory_gb(device: torch.device) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -67,8 +68,10 @@ def build_optimizer(config: TargetConfig, module: nn.Module) -> Optimizer:
     return optimizer
 
 
-def build_scheduler(config: TargetConfig | None, optimizer: Optimizer, max_steps: int) -> LRScheduler | None:
-    """Instantiates the schedule, stepped once per optimizer step; our CosineAnnealing ends at the run's end.
+def build_scheduler(
+    config: TargetConfig | Callable[[Optimizer], LRScheduler] | None, optimizer: Optimizer, max_steps: int
+) -> LRScheduler | None:
+    """Makes the schedule, stepped once per optimizer step; our CosineAnnealing ends at the run's end.
 
     Raises:
         ValueError: The target is not allowed or takes other arguments; or the schedule has no end and neither has
@@ -76,6 +79,8 @@ def build_scheduler(config: TargetConfig | None, optimizer: Optimizer, max_steps
     """
     if config is None:
         return None
+    if not isinstance(config, TargetConfig):
+        return config(optimizer)
     kwargs = dict(config.kwargs)
     if resolve_target(config.target, config.allow) is CosineAnnealing and kwargs.get("max_steps") is None:
         if max_steps < 1:

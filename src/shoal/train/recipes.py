@@ -17,7 +17,7 @@ from shoal.train.plans import prompts_of, salm_plan
 from shoal.train.trained import load_trained
 from shoal.train.trainer import StepPlanning, build_trainer, dp_size_of, launched_world, plan_steps
 
-_IRRELEVANT_WARNINGS = (
+IRRELEVANT_WARNINGS = (
     r".*sync_dist=True.*",  # what the module logs is a global sum over a global count already
     r".*does not have many workers.*",  # data workers are the user's decision, data.*.num_workers
     r".*LeafSpec.*is deprecated.*",  # inside Lightning
@@ -87,7 +87,7 @@ def run_training(
         config.trainer, world, planning, loggers=experiment.loggers, callbacks=experiment.callbacks
     )
     with warnings.catch_warnings():
-        for message in _IRRELEVANT_WARNINGS:
+        for message in IRRELEVANT_WARNINGS:
             warnings.filterwarnings("ignore", message)
         trainer.fit(module, data)
     return 0

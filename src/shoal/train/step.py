@@ -154,7 +154,7 @@ def _count(micro_batch: MicroBatch) -> tuple[int, ...]:
     ids, audios = micro_batch["input_ids"], micro_batch["audios"]
     return (
         num_supervised(micro_batch),
-        len(ids),
+        len(micro_batch["sample_ids"]),
         ids.numel(),
         int(micro_batch["text_lens"].sum()),
         audios.numel(),

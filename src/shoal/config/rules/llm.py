@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shoal.config.facts import Facts
 from shoal.config.llm import LLMConfig
-from shoal.config.rules.base import Broken, Rule, layout_of
+from shoal.config.rules.base import Broken, Check, Rule, layout_of
+from shoal.config.rules.trainer import STORED_DTYPES
+from shoal.config.text import TextDatasetConfig
 
 
 def _packing_needs_one_row(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
@@ -35,7 +37,179 @@ def _batch_divides(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     yield Broken("step_scheduler.global_batch_size", steps.global_batch_size, limit, repair)
 
 
+def _one_model_source(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    model = config.model
+    if model is None:
+        if facts.options.to_train:
+            yield Broken("model", None, "a model to train", "model.pretrained_model_name_or_path: FOLDER")
+        return
+    given = [key for key in ("pretrained_model_name_or_path", "config") if getattr(model, key) is not None]
+    if len(given) != 1:
+        limit = "one of model.pretrained_model_name_or_path (weights) and model.config (random weights)"
+        yield Broken("model", tuple(given) or None, limit, "give exactly one of them")
+    if isinstance(model.config, Mapping) and "model_type" not in model.config:
+        yield Broken("model.config", dict(model.config), "fields with a model_type", "model_type: llama")
+
+
+def _one_attention(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    model = config.model
+    if model is not None and model.attn_implementation != "auto" and model.backend.attn != "auto":
+        limit = "auto when model.backend.attn chooses the kernel"
+        yield Broken("model.attn_implementation", model.attn_implementation, limit)
+
+
+def _data_to_train_on(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if facts.options.to_train and config.dataset is None:
+        yield Broken("dataset", None, "a data set to train on", "dataset: {type: chat, path: train.jsonl}")
+
+
+def _datasets(config: LLMConfig) -> Iterator[tuple[str, TextDatasetConfig]]:
+    if config.dataset is not None:
+        yield "dataset", config.dataset
+    for name, dataset in config.validation_datasets.items():
+        yield "validation_dataset" if name == "default" else f"validation_dataset_{name}", dataset
+
+
+def _columns_are_known(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    for key, dataset in _datasets(config):
+        columns = set(dataset.column_mapping)
+        if dataset.type != "instruction":
+            if columns:
+                limit = "given only with type: instruction"
+                yield Broken(f"{key}.column_mapping", dict(dataset.column_mapping), limit, "delete it")
+        elif "answer" not in columns or len(columns) < 2 or columns - {"context", "question", "answer"}:
+            limit = "answer, and context or question or both, each with the name of its column"
+            yield Broken(f"{key}.column_mapping", dict(dataset.column_mapping), limit)
+
+
+def _tokens_have_no_rows(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    for key, dataset in _datasets(config):
+        several = dataset.type == "tokens" and not isinstance(dataset.path, str)
+        if several:
+            yield Broken(f"{key}.path", dataset.path, "one folder with type: tokens", f"{key}.path: FOLDER")
+
+
+def _truncation_has_length(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    for key, dataset in _datasets(config):
+        if dataset.truncation and dataset.seq_length is None:
+            yield Broken(
+                f"{key}.truncation", True, "with seq_length, the longest document", f"{key}.seq_length: 2048"
+            )
+        if dataset.truncation and dataset.type in ("text", "tokens"):
+            limit = f"false with type: {dataset.type}, whose documents are split into pieces of seq_length"
+            yield Broken(f"{key}.truncation", True, limit, f"{key}.truncation: false")
+
+
+def _dtype_fits_precision(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    dtype = config.model.torch_dtype if config.model is not None else None
+    if dtype == "float16":
+        yield Broken(
+            "model.torch_dtype",
+            dtype,
+            "not float16, whose gradients need a scaler",
+            "model.torch_dtype: bfloat16",
+        )
+    elif dtype not in (None, "auto") and config.precision is not None:
+        stored = STORED_DTYPES[config.precision]
+        if dtype != stored:
+            limit = f"{stored}, the dtype that precision: {config.precision} stores weights in"
+            yield Broken(
+                "model.torch_dtype", dtype, limit, "give only one of model.torch_dtype and precision"
+            )
+
+
+def _ranks_draw_alike(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if not config.rng.ranked:
+        yield Broken(
+            "rng.ranked", False, "true: each micro-batch has its own numbers, on whatever rank it runs"
+        )
+
+
+def _backend_exists(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if facts.options.to_train and config.dist_env.backend == "nccl" and facts.accelerators == 0:
+        yield Broken("dist_env.backend", "nccl", "gloo or absent: this machine has no GPU")
+
+
+def _adapters_have_targets(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    peft = config.peft
+    if peft is not None and not peft.match_all_linear and not peft.target_modules:
+        limit = "names of modules, or peft.match_all_linear: true"
+        yield Broken("peft.target_modules", peft.target_modules, limit)
+    if peft is not None and peft.match_all_linear and peft.target_modules:
+        limit = "absent with peft.match_all_linear: true"
+        yield Broken("peft.target_modules", peft.target_modules, limit, "keep one of the two")
+
+
+def _schedule_fits(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    schedule = config.lr_scheduler
+    if schedule is None:
+        return
+    warmup, decay = schedule.lr_warmup_steps, schedule.lr_decay_steps
+    if warmup is not None and decay is not None and warmup >= decay:
+        limit = f"less than lr_decay_steps = {decay}"
+        yield Broken("lr_scheduler.lr_warmup_steps", warmup, limit, "shorten the warm-up")
+    if (schedule.lr_decay_style == "WSD") != (schedule.wsd_decay_steps is not None):
+        limit = "given with lr_decay_style: WSD, and only with it"
+        yield Broken("lr_scheduler.wsd_decay_steps", schedule.wsd_decay_steps, limit, "wsd_decay_steps: 100")
+
+
+def _only_training_data_is_shuffled(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if config.validation_dataloader.shuffle:
+        yield Broken("validation_dataloader.shuffle", True, "false: all of it is seen every time")
+    if config.validation_dataloader.drop_last:
+        yield Broken("validation_dataloader.drop_last", True, "false: all of it is seen every time")
+    if config.dataloader.batch_size is not None:
+        limit = "absent: step_scheduler.local_batch_size is the batch size of training"
+        yield Broken("dataloader.batch_size", config.dataloader.batch_size, limit, "delete it")
+
+
+def _ci_is_not_ours(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if config.ci is not None:
+        yield Broken(
+            "ci", dict(config.ci), "settings of AutoModel's own tests, which say nothing about a run"
+        )
+
+
+def _rule(
+    identifier: str, keys: tuple[str, ...], check: Check, why: str, repair: str, *, notice: bool = False
+) -> Rule:
+    return Rule(identifier, "llm", keys, check, why, repair, notice=notice)
+
+
+_DATA_KEYS = ("dataset", "validation_datasets")
+
 LLM_RULES: tuple[Rule, ...] = (
+    _rule(
+        "llm-model", ("model",), _one_model_source, "weights or an architecture to start from", "name a model"
+    ),
+    _rule(
+        "llm-attention", ("model",), _one_attention, "one key chooses the kernel", "delete one of the keys"
+    ),
+    _rule("llm-dataset", ("dataset",), _data_to_train_on, "training needs documents", "add dataset"),
+    _rule("text-columns", _DATA_KEYS, _columns_are_known, "a row is read by column", "name the columns"),
+    _rule("tokens-folder", _DATA_KEYS, _tokens_have_no_rows, "a corpus is one folder", "name one folder"),
+    _rule("truncation", _DATA_KEYS, _truncation_has_length, "a cut needs a length", "seq_length: 2048"),
+    _rule("llm-dtype", ("model", "precision"), _dtype_fits_precision, "one stored dtype", "drop one key"),
+    _rule("rng-ranked", ("rng",), _ranks_draw_alike, "nothing random depends on a rank", "rng.ranked: true"),
+    _rule(
+        "llm-backend", ("dist_env",), _backend_exists, "NCCL talks between GPUs", "delete dist_env.backend"
+    ),
+    _rule(
+        "peft-targets",
+        ("peft",),
+        _adapters_have_targets,
+        "adapters stand beside layers",
+        "match_all_linear: true",
+    ),
+    _rule("lr-schedule", ("lr_scheduler",), _schedule_fits, "warm-up, then decay", "use fitting steps"),
+    _rule(
+        "validation-is-whole",
+        ("dataloader", "validation_dataloader"),
+        _only_training_data_is_shuffled,
+        "a perplexity is over the same documents every time",
+        "leave it out",
+    ),
+    _rule("ci-section", ("ci",), _ci_is_not_ours, "not about training", "delete ci", notice=True),
     Rule(
         "packing-needs-one-row",
         "llm",

@@ -28,6 +28,7 @@ class Pending:
     off: tuple[Any, ...]
 
 
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "bf16-flash")
 _CHOSEN = "recomputing a part of each layer"
 _WHOLE_LAYERS = (False, True, "full")
 _SPEECH = (
@@ -62,11 +63,7 @@ _SPEECH = (
     Pending("exp_manager.checkpoint_callback_params.async_save", "saving in the background", (False,)),
     Pending("trainer.strategy.distributed_config.mp_policy.output_dtype", "an output dtype", (None,)),
     Pending("trainer.gradient_clip_algorithm", "clipping by value", ("norm",)),
-    Pending(
-        "trainer.precision",
-        "the gradient scaler of fp16",
-        tuple(("32-true", "64-true", "bf16-mixed", "bf16-true", "bf16-flash")),
-    ),
+    Pending("trainer.precision", "the gradient scaler of fp16", _PRECISIONS),
     Pending("trainer.strategy.distributed_config.tp_plan", "an own tensor-parallel plan", (None,)),
     Pending("trainer.strategy.moe_config", "expert parallelism", (None,)),
     Pending("trainer.strategy.activation_checkpointing_llm", _CHOSEN, _WHOLE_LAYERS),
@@ -77,7 +74,16 @@ _SPEECH = (
 _LLM = (
     Pending("distributed.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
     Pending("compile.enabled", "torch.compile", (False,)),
-    Pending("packed_sequence.packed_sequence_size", "packed sequences", (0,)),
+    Pending("model.backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash")),
+    Pending("model.backend.linear", "this linear layer", ("torch",)),
+    Pending("model.backend.rms_norm", "this norm kernel", ("torch", "torch_fp32")),
+    Pending("model.backend.rope_fusion", "fused rotary embeddings", (False,)),
+    Pending("model.backend.experts", "this expert kernel", ("auto", "torch")),
+    Pending("model.backend.dispatcher", "this token dispatcher", ("auto", "torch")),
+    Pending("precision", "the gradient scaler of fp16", (None, *_PRECISIONS)),
+    Pending("peft.use_dora", "weight-decomposed adapters", (False,)),
+    Pending("peft.use_triton", "adapter kernels in Triton", (False,)),
+    Pending("distributed.options.mp_policy.output_dtype", "an output dtype", (None,)),
     Pending("distributed.options.tp_plan", "an own tensor-parallel plan", (None,)),
     Pending("distributed.pipeline.scale_grads_in_schedule", "scaling in the schedule", (False,)),
     Pending("checkpoint.is_async", "writing checkpoints in the background", (False,)),
@@ -141,11 +147,6 @@ def _sequence_parallel(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterat
         yield Broken(f"{key}.sequence_parallel", True, "false: sequence parallelism is not implemented yet")
 
 
-def _llm_recipe(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
-    if facts.options.to_train:
-        yield Broken("recipe", "llm", "the speech recipe (model, trainer, data, exp_manager)")
-
-
 _KEYS = ("trainer.strategy", "distributed")
 
 PENDING_RULES: tuple[Rule, ...] = (
@@ -170,13 +171,4 @@ PENDING_RULES: tuple[Rule, ...] = (
     ),
     *(_key_rule(item, "speech") for item in _SPEECH),
     *(_key_rule(item, "llm") for item in _LLM),
-    Rule(
-        "llm-recipe",
-        "llm",
-        (),
-        _llm_recipe,
-        "the LLM recipe arrives later; its files load and are checked",
-        "train a speech model",
-        pending=True,
-    ),
 )

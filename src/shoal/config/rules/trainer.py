@@ -11,7 +11,7 @@ from shoal.config.speech import SpeechConfig, TrainerConfig
 from shoal.config.steps import accumulation
 
 _TIME = re.compile(r"\d+:\d{2}:\d{2}:\d{2}\Z")
-_STORED_DTYPES = {
+STORED_DTYPES = {
     "32-true": "float32",
     "64-true": "float64",
     "bf16-mixed": "float32",
@@ -122,7 +122,7 @@ def _times_are_written(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
 
 
 def _dtype_agrees(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
-    given, stored = config.model.torch_dtype, _STORED_DTYPES[config.trainer.precision]
+    given, stored = config.model.torch_dtype, STORED_DTYPES[config.trainer.precision]
     if given is not None and given != stored:
         limit = f"{stored}, which trainer.precision = {config.trainer.precision} stores"
         yield Broken("model.torch_dtype", given, limit)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.config.shapes import data, parallel, perception, target
+from shoal.config.shapes import data, llm, parallel, perception, target
 
-__all__ = ["data", "parallel", "perception", "target"]
+__all__ = ["data", "llm", "parallel", "perception", "target"]

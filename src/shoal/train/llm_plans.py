@@ -1,0 +1,145 @@
+"""What to build for the LLM recipe: from the sections of its YAML to a `ModelPlan`, a tokenizer and a precision."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from shoal.config.llm import CausalLMConfig, LLMConfig, PeftConfig
+from shoal.data.byte_tokenizer import byte_tokenizer
+from shoal.kernels.attention_hf import register_attention
+from shoal.models.assemble import ModelPlan
+from shoal.models.causal_lm import CausalLM
+from shoal.models.load import WeightSource
+from shoal.train.plans import local_folder
+
+PACKED_ATTENTION = "shoal"
+BYTES = "bytes"
+_ATTENTION = {"auto": "auto", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+_PRECISIONS = {"bfloat16": "bf16-true", "float64": "64-true"}
+
+
+def precision_name(config: LLMConfig) -> str:
+    """The precision of a run: as given, else what the stored dtype of the weights implies."""
+    dtype = config.model.torch_dtype if config.model is not None else None
+    return config.precision or _PRECISIONS.get(str(dtype), "bf16-mixed")
+
+
+def causal_lm_plan(config: LLMConfig) -> ModelPlan:
+    """What to build: the model by its folder or its fields, adapters, and the loss.
+
+    Raises:
+        ValueError: A folder is missing or of an unsupported kind.
+    """
+    assert config.model is not None
+    model, loss = config.model, config.loss_fn
+    folder = None
+    if model.pretrained_model_name_or_path is not None:
+        folder = local_folder(model.pretrained_model_name_or_path)
+    hf_config = _hf_config(model, folder)
+    attention = attention_name(config)
+    if attention == PACKED_ATTENTION:
+        register_attention(PACKED_ATTENTION)
+
+    def build() -> nn.Module:
+        llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            hf_config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return CausalLM(llm, loss=loss.kind, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
+
+    return ModelPlan(
+        build,
+        weights=() if folder is None else (WeightSource("llm", folder),),
+        lora=None if config.peft is None else lora_arguments(config.peft),
+        checkpoint_llm=bool(config.distributed.activation_checkpointing),
+        seed=config.rng.seed,
+    )
+
+
+def attention_name(config: LLMConfig) -> str:
+    """transformers' name of the attention: as given; automatic is ours for packs and sdpa for rows."""
+    assert config.model is not None
+    model = config.model
+    chosen = model.attn_implementation
+    if chosen == "auto" and model.backend.attn != "auto":
+        return _ATTENTION[model.backend.attn]
+    if chosen != "auto":
+        return chosen
+    return PACKED_ATTENTION if config.packed_sequence.packed_sequence_size else "sdpa"
+
+
+def lora_arguments(peft: PeftConfig) -> dict[str, Any]:
+    """Arguments of `peft.LoraConfig` for AutoModel's keys; ``*`` in a name stands for anything.
+
+    >>> lora_arguments(PeftConfig(target_modules=("*_proj",)))["target_modules"]
+    '(?:.*_proj)'
+    """
+    targets: Any = "all-linear" if peft.match_all_linear else _matcher(peft.target_modules)
+    arguments = {
+        "r": peft.dim,
+        "lora_alpha": peft.alpha,
+        "lora_dropout": peft.dropout,
+        "target_modules": targets,
+    }
+    if peft.exclude_modules:
+        arguments["exclude_modules"] = _matcher(peft.exclude_modules)
+    return arguments
+
+
+def _matcher(names: Sequence[str] | str) -> str | list[str]:
+    """Names as peft takes them: a list of name ends, or one regular expression when there is a ``*``."""
+    listed = [names] if isinstance(names, str) else list(names)
+    if not any("*" in name for name in listed):
+        return listed
+    parts = [
+        fnmatch.translate(name).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
+        for name in listed
+    ]
+    ends = [part if "*" in name else rf"(?:.*\.)?{part}" for part, name in zip(parts, listed, strict=True)]
+    return "|".join(f"(?:{part})" for part in ends)
+
+
+def load_llm_tokenizer(config: LLMConfig) -> Any:
+    """The tokenizer of a run, or None for data that has its tokens and a model without one.
+
+    Raises:
+        ValueError: The named one is missing.
+    """
+    if config.tokenizer == BYTES:
+        return byte_tokenizer()
+    model = config.model
+    assert model is not None
+    name = config.tokenizer or model.pretrained_model_name_or_path
+    if name is None and isinstance(model.config, str):
+        name = model.config
+    if name is None:
+        return None
+    folder = local_folder(name)
+    if config.tokenizer is None and not _has_tokenizer(folder):
+        return None
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    )
+
+
+def _hf_config(model: CausalLMConfig, folder: Path | None) -> Any:
+    if folder is None and isinstance(model.config, str):
+        folder = local_folder(model.config)
+    if folder is not None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    assert model.config is not None and not isinstance(model.config, str)
+    fields = {name: list(v) if isinstance(v, tuple) else v for name, v in model.config.items()}
+    return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
