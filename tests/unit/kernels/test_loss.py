@@ -47,7 +47,9 @@ def problem(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tens
     }
 
 
-def outcome(loss: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **terms: Any) -> dict[str, Tensor]:
+def outcome(
+    loss: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **terms: Any
+) -> dict[str, Tensor]:
     """Loss, hits and the gradients of a quarter of the loss, by name."""
     loss_sum, num_correct = loss(**given, **terms)
     leaves = {name: value for name, value in given.items() if value.requires_grad}
