@@ -11,7 +11,9 @@ same work.
 
 A step's CPU seconds are user plus system time of the rank's process, from the end of one step to the end of
 the next: data loading, forward, backward, communication, clipping, the optimizer, and for Shoal Lightning's loop,
-callbacks and logging. Repetitions of the two alternate. One thread per rank.
+callbacks and logging. Repetitions of the two alternate. One thread per rank. Processes that compete for the cores
+inflate CPU seconds, and those of the loop with more system calls most: the load average of the machine while
+measuring is part of the result, and is NUM_RANKS or a little less on a machine that does nothing else.
 
     python benchmarks/overhead.py [--repetitions 3] [--steps 30] [--check] [--results FOLDER]
 """
@@ -252,6 +254,7 @@ def measure(repetitions: int, num_steps: int) -> dict[str, Any]:
         },
         "cpu_seconds_over_ranks": seconds,
         "largest_loss_difference": max(differences),
+        "load_average_over_5_minutes": round(os.getloadavg()[1], 2),
     }
 
 
@@ -304,6 +307,10 @@ def main() -> int:
     for name, ratio in result["ratios"].items():
         missed += ratio > TARGETS[name]
         print(f"{name:<9} {ratio:.3f} of the bare loop's CPU seconds (target {TARGETS[name]:g})")
+    if (load := result["load_average_over_5_minutes"]) > NUM_RANKS + 0.5:
+        print(
+            f"the load average was {load}: other processes competed for the cores, measure again without them"
+        )
     return 1 if missed and options.check else 0
 
 
