@@ -29,9 +29,12 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model  # a third of a second that only adapters need
 
-    inject_adapter_in_model(
-        LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True
-    )
+    try:
+        inject_adapter_in_model(
+            LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True
+        )
+    except ValueError as error:  # no module of that name, or no default for this model
+        raise ValueError(f"model.lora.target_modules: {error}") from error
 
 
 def adapted_modules(model: nn.Module) -> tuple[str, ...]:

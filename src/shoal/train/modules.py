@@ -199,6 +199,7 @@ class ShoalModule(pl.LightningModule):
         for name, row in rows.items():
             self._log_validation(f"_{name}", row)
         self._log_validation("", sums.sum(dim=0))
+        self._last_step_end = time.perf_counter()  # the next step's rates are its own
 
     # -------------------------------------------------------------------------------------------- logging
 

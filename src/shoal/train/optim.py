@@ -102,5 +102,5 @@ def _instantiate(config: TargetConfig, key: str, first: object) -> object:
     assert callable(target)
     try:
         return target(first, **config.kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{key}: {config.target} does not take {dict(config.kwargs)}: {error}") from error

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.config.errors import Finding
+from shoal.config.rules.speech import data_sets
 from shoal.config.speech import SpeechConfig
+from shoal.data.sources import open_sources
 from shoal.speech.prompts import PromptFormatter
 from shoal.train.data import SpeechData, validation_set_names
 from shoal.train.experiment import setup_experiment
@@ -73,6 +75,8 @@ def run_training(
     planning = plan_steps(config.trainer, dp_size)
     if world.rank == 0:
         print(resolved_steps(planning, dp_size, notices), flush=True)
+    for key, data_set in data_sets(config):
+        open_sources(data_set, key=key, allow_commands=allow_commands)  # a missing file is found before weights load
     prompts = prompts_of(config.model)
     module = speech_module(config, prompts)
     data = SpeechData(
