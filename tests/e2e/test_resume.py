@@ -50,7 +50,7 @@ def train(rank: int, world: int, run: dict[str, Any]) -> int:
 
 def train_until_killed(rank: int, world: int, run: dict[str, Any], victim: int, point: str, nth: int) -> int:
     """Kills one rank with SIGKILL at the nth time a save reaches `point`."""
-    import shoal.checkpoint.state as state
+    import shoal.checkpoint.writing as state
     from shoal.checkpoint.store import CheckpointStore
 
     calls = 0

@@ -41,6 +41,9 @@ class ExportOptions:
     max_shard_bytes: int = MAX_SHARD_BYTES
 
 
+DEFAULT_EXPORT = ExportOptions()
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Global shape and dtype of a tensor, and the lowest rank that takes part in it."""
@@ -61,16 +64,18 @@ def naming_of(part: Part, options: ExportOptions) -> Naming:
     Raises:
         ValueError: exporting adapters alone would lose other trained weights of the part.
     """
-    if part.model is None:
+    if part.build is None:
         return OwnNames()
-    if part.adapted is None or options.merge_lora:
-        return HuggingFaceNames(part.model, part.adapted)
+    if part.adapter is None:
+        return HuggingFaceNames(part.skeleton())
+    if options.merge_lora:
+        return HuggingFaceNames(part.skeleton(), part.adapted_skeleton())
     if part.trained:
         raise ValueError(
             f"{part.module or 'the model'}: {part.trained[0]} and {len(part.trained) - 1} others were trained "
             "besides the adapters, which an export of adapters alone would lose; merge them (--merge-lora)"
         )
-    return AdapterNames(part.adapted)
+    return AdapterNames(part.adapted_skeleton())
 
 
 class PartWriter:
@@ -163,7 +168,7 @@ def export_model(
     model: nn.Module,
     output: str | os.PathLike[str],
     *,
-    options: ExportOptions = ExportOptions(),
+    options: ExportOptions = DEFAULT_EXPORT,
     tokenizer: Any = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,21 +48,36 @@ class Part:
     Attributes:
         module: name of the child that it holds; empty for the trainable module itself.
         folder: where below the output it is written; empty for the output itself.
-        model: its architecture as a transformers model on the meta device, None for a part of our own.
-        adapted: the same with adapters injected, None without any.
+        build: makes its architecture, a transformers model; None for a part of our own.
+        adapter: peft's configuration of the adapter it has, or None.
         trained: names inside the part of trained tensors that do not belong to an adapter, when it has one.
     """
 
     module: str
     folder: str
-    model: PreTrainedModel | None = None
-    adapted: PreTrainedModel | None = None
+    build: Callable[[], PreTrainedModel] | None = None
+    adapter: Any = None
     trained: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
         """What stands before the part's names in the trainable module."""
         return f"{self.module}." if self.module else ""
+
+    def skeleton(self) -> PreTrainedModel:
+        """The architecture on the meta device, without adapters."""
+        assert self.build is not None
+        with torch.device("meta"):
+            return self.build()
+
+    def adapted_skeleton(self) -> PreTrainedModel:
+        """The architecture on the meta device with the adapter injected."""
+        from peft import inject_adapter_in_model
+
+        model: PreTrainedModel = inject_adapter_in_model(
+            deepcopy(self.adapter), self.skeleton(), low_cpu_mem_usage=True
+        )  # type: ignore[assignment]  # it returns the model it was given
+        return model
 
 
 def parts_of(module: nn.Module) -> tuple[Part, ...]:
@@ -90,10 +105,13 @@ def has_export(module: nn.Module) -> bool:
 
 
 def _language_part(model: PreTrainedModel, module: str, folder: str) -> Part:
-    skeleton = _on_meta(lambda: original_class(model)(deepcopy(model.config)))
+    def build() -> PreTrainedModel:
+        skeleton: PreTrainedModel = original_class(model)(deepcopy(model.config))
+        return skeleton
+
     configs = getattr(model, "peft_config", None)
     if not configs:
-        return Part(module, folder, skeleton)
+        return Part(module, folder, build)
     if list(configs) != ["default"]:
         raise ValueError(
             f"the model has the adapters {sorted(configs)}; only one, called default, is exported"
@@ -101,7 +119,7 @@ def _language_part(model: PreTrainedModel, module: str, folder: str) -> Part:
     trained = tuple(
         name for name, p in model.named_parameters() if p.requires_grad and not is_adapter_name(name)
     )
-    return Part(module, folder, skeleton, _adapted(skeleton, configs["default"]), trained)
+    return Part(module, folder, build, configs["default"], trained)
 
 
 def is_adapter_name(name: str) -> bool:
@@ -113,21 +131,6 @@ def original_class(model: nn.Module) -> type[Any]:
     """The class of a model as it was before `fully_shard` put its own in front."""
     kind = type(model)
     return kind.__mro__[2] if isinstance(model, FSDPModule) else kind
-
-
-def _on_meta(build: Any) -> PreTrainedModel:
-    with torch.device("meta"):
-        model: PreTrainedModel = build()
-    return model
-
-
-def _adapted(skeleton: PreTrainedModel, config: Any) -> PreTrainedModel:
-    from peft import inject_adapter_in_model
-
-    adapted: PreTrainedModel = inject_adapter_in_model(
-        deepcopy(config), deepcopy(skeleton), low_cpu_mem_usage=True
-    )  # type: ignore[assignment]  # it returns the model it was given
-    return adapted
 
 
 # --------------------------------------------------------------------------------------- files beside the weights
@@ -150,12 +153,12 @@ def write_description(
         target = directory / part.folder
         target.mkdir(exist_ok=True)
         child = module.get_submodule(part.module)
-        if part.model is None:
+        if part.build is None:
             _write_own_part(target, child)
         else:
             assert isinstance(child, PreTrainedModel)
             _write_language_part(target, part, child, tokenizer)
-        kind = "own" if part.model is None else "language model"
+        kind = "own" if part.build is None else "language model"
         listed.append({"module": part.module, "folder": part.folder, "kind": kind, "trained": part.trained})
     write_json(directory / _PARTS_FILE, {"format": 1, "parts": listed})
 
@@ -172,8 +175,8 @@ def _write_language_part(target: Path, part: Part, model: PreTrainedModel, token
         tokenizer.save_pretrained(target)
     elif source is not None:
         _copy_companions(source, target)
-    if part.adapted is not None:
-        adapter = deepcopy(part.adapted.peft_config["default"])
+    if part.adapter is not None:
+        adapter = deepcopy(part.adapter)
         adapter.inference_mode = True
         adapter.base_model_name_or_path = model.config._name_or_path or None
         adapter.save_pretrained(target)
@@ -209,7 +212,7 @@ def _copy_companions(source: Path, target: Path, patterns: Iterable[str] = _COMP
 
 
 def read_description(checkpoint: Path) -> tuple[Part, ...]:
-    """The parts that a checkpoint describes in `hf/`; architectures are built on the meta device.
+    """The parts that a checkpoint describes in `hf/`.
 
     Raises:
         CheckpointError: there is no description, or it cannot be read.
@@ -229,12 +232,17 @@ def _read_part(folder: Path, listed: dict[str, Any]) -> Part:
     if listed["kind"] == "own":
         return Part(module, name, trained=trained)
     config = AutoConfig.from_pretrained(folder)
-    skeleton = _on_meta(lambda: AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
-    if not (folder / _ADAPTER_CONFIG).is_file():
-        return Part(module, name, skeleton)
-    from peft import PeftConfig
 
-    return Part(module, name, skeleton, _adapted(skeleton, PeftConfig.from_pretrained(str(folder))), trained)
+    def build() -> PreTrainedModel:
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return skeleton
+
+    adapter = None
+    if (folder / _ADAPTER_CONFIG).is_file():
+        from peft import PeftConfig
+
+        adapter = PeftConfig.from_pretrained(str(folder))
+    return Part(module, name, build, adapter, trained)
 
 
 def copy_files(
@@ -255,7 +263,7 @@ def copy_files(
     for file in (description / part.folder).iterdir():
         if file.is_file() and file.name not in left_out:
             shutil.copyfile(file, target / file.name)
-    if part.model is not None and not adapters and dtype is not None:
+    if part.build is not None and not adapters and dtype is not None:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -2,13 +2,15 @@
 
 A checkpoint directory holds
 
-- `.metadata` and `*.distcp`: every parameter and persistent buffer as `model.NAME`, every optimizer tensor as
-  `optimizer.NAME.STATE`, in torch's distributed format. Names and shapes are those of the whole plain model,
-  so any layout (DDP, FSDP2, HSDP, TP, PP, another number of ranks, one process) loads what any other saved;
-- `shoal.json`: format, step, data position, layout. Written last; its presence makes a directory a
-  checkpoint;
+- `.metadata` and `*.distcp`: every optimizer tensor as `optimizer.NAME.STATE` and, unless the model is written as
+  safetensors, every parameter and persistent buffer as `model.NAME`, in torch's distributed format;
+- `model/`: the parameters and buffers as sharded safetensors files (`SaveOptions.model_format`). Names and shapes
+  are those of the whole plain model either way, so any layout (DDP, FSDP2, HSDP, TP, PP, another number of ranks,
+  one process) loads what any other saved;
+- `shoal.json`: format, step, data position, layout. Its presence makes a directory a checkpoint;
 - `state.json`: optimizer options, schedulers and the caller's own plain data;
-- `rng-RRRRR.json`: the random generators of rank R.
+- `rng-RRRRR.json`: the random generators of rank R;
+- `hf/` and `consolidate.sh`, or `consolidated/`: what an export needs, or the export itself, for models that have one.
 
 All ranks write into `NAME.incomplete`; after every phase they agree on its outcome, so a failure anywhere is
 raised everywhere and nothing is published. Nothing in a checkpoint is unpickled by the full unpickler.
@@ -19,12 +21,10 @@ restored: per-rank generators have no meaning there, and each rank keeps the sta
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,33 +32,36 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint import optimizer as optimizer_state
-from shoal.checkpoint.agree import agreed, describe, from_origin, gather_text, is_distributed, rank_of
-from shoal.checkpoint.plain import decode, encode
-from shoal.checkpoint.reader import TensorReader
+from shoal.checkpoint.agree import agreed, gather_text, is_distributed
+from shoal.checkpoint.plain import decode
+from shoal.checkpoint.reader import SavedModel, TensorReader
 from shoal.checkpoint.rng import RandomState
-from shoal.checkpoint.store import MANIFEST_NAME, CheckpointError, CheckpointStore, read_manifest, write_json
+from shoal.checkpoint.snapshot import (
+    DEFAULT_SAVE,
+    OptimizerLike,
+    SaveOptions,
+    SchedulerLike,
+    listed,
+    take_snapshot,
+)
+from shoal.checkpoint.store import CheckpointError, CheckpointStore, read_manifest
+from shoal.checkpoint.tensors import aliases_of, model_tensors, resharded
+from shoal.checkpoint.writing import (
+    FORMAT,
+    STATE_NAME,
+    first_failure,
+    read_own,
+    without_group_warning,
+    write_snapshot,
+)
 
-FORMAT = 1
-STATE_NAME = "state.json"
-_MODEL = "model."
 _log = logging.getLogger(__name__)
-
-OptimizerLike = Optimizer | Sequence[Optimizer] | None
-SchedulerLike = LRScheduler | Sequence[LRScheduler] | None
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,14 @@ def save_state(
     rng: RandomState | None = None,
     layout: Mapping[str, int] | None = None,
     extra: Mapping[str, Any] | None = None,
+    options: SaveOptions = DEFAULT_SAVE,
+    tokenizer: Any = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write one checkpoint atomically. Collective over `process_group`; works without any process group too.
 
-    Saving changes nothing: no optimizer state is created, no generator is advanced.
+    Saving changes nothing: no optimizer state is created, no generator is advanced. `shoal.checkpoint.background`
+    does the same while training goes on.
 
     Args:
         path: the final directory; its parent holds the run's checkpoints. The same on every rank.
@@ -105,6 +111,8 @@ def save_state(
         rng: the random state to save; None captures this process's.
         layout: sizes that decide whether per-rank random states apply at loading; None is the world size.
         extra: plain data of the caller (see `plain.encode`), for instance loops and callbacks.
+        options: how the model is written.
+        tokenizer: written beside an exported language model; None copies the files of the model's source.
 
     Returns:
         The published directory.
@@ -112,28 +120,40 @@ def save_state(
     Raises:
         CheckpointError: on every rank, when any of them failed; nothing is published.
     """
-    path = Path(path)
-    store = CheckpointStore(path.parent)
-    group = process_group
-    target = path.with_name(f"{path.name}.incomplete")
-    manifest = {
+    path, group = Path(path), process_group
+    manifest = manifest_of(step, position, layout, group)
+    try:
+        snapshot = agreed(
+            lambda: take_snapshot(
+                model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                rng=rng,
+                manifest=manifest,
+                extra=extra,
+                options=options,
+                tokenizer=tokenizer,
+            ),
+            group,
+        )
+    except CheckpointError as error:
+        raise CheckpointStore(path.parent).failure(path.name, error) from error
+    return write_snapshot(path, snapshot, options, group)
+
+
+def manifest_of(
+    step: int,
+    position: Mapping[str, Any] | None,
+    layout: Mapping[str, int] | None,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """What `shoal.json` says about a run."""
+    return {
         "format": FORMAT,
         "step": step,
         "position": dict(position or {}),
         "layout": _layout(layout, group),
     }
-    from_origin(lambda: store.prepare(path.name), group)
-    try:
-        tensors, plain = _collected(model, optimizer, scheduler, extra, group)
-        _write_tensors(target, tensors, group)
-        agreed(lambda: _write_own(target, rng or RandomState.capture(), group), group)
-        from_origin(lambda: _write_shared(target, plain, manifest), group)
-        from_origin(lambda: store.publish(path.name), group)
-    except CheckpointError as error:
-        if rank_of(group) == 0:
-            store.discard(path.name)
-        raise store.failure(path.name, error) from error
-    return path
 
 
 def load_state(
@@ -164,25 +184,25 @@ def load_state(
         CheckpointError: on every rank: not a checkpoint, damaged, or not of this model or optimizer.
     """
     path, group = Path(path), process_group
-    module, optimizers = _resharded(model), _listed(optimizer)
-    manifest, plain, reader = agreed(lambda: _open(path), group)
-    targets, model_targets = agreed(lambda: _targets(module, optimizers, reader), group)
-    _check_model_keys(path, model_targets, reader, strict, group)
-    try:
-        with _without_group_warning():
-            load_tensors(targets, storage_reader=reader, process_group=group, no_dist=not is_distributed())
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot load {path}: {_first_failure(error)}") from error
+    module, optimizers = resharded(model), listed(optimizer)
+    opened = agreed(lambda: _open(path), group)
+    manifest, plain, saved = opened.manifest, opened.plain, opened.model
+    model_targets = agreed(lambda: _model_targets(module, saved, manifest), group)
+    if strict:
+        _check_model_keys(path, {*model_targets, *aliases_of(module)}, saved, group)
+    states = agreed(lambda: optimizer_state.templates(module, optimizers, opened.reader.tensors()), group)
+    _read({saved.prefix + k: v for k, v in model_targets.items()}, saved.reader, path, group)
+    _read(states, opened.reader, path, group)
     saved_layout = dict(manifest["layout"])
     same = saved_layout == _layout(layout, group)
 
     def finish() -> RandomState | None:
-        set_model_state_dict(module, dict(model_targets), options=StateDictOptions(strict=True))
+        # The targets share memory with the model; what must still happen is what modules do on loading.
+        set_model_state_dict(module, dict(model_targets), options=StateDictOptions(strict=False))
         if optimizers:
-            tensors = {key: value for key, value in targets.items() if key.startswith(optimizer_state.PREFIX)}
-            optimizer_state.assign(module, optimizers, tensors, plain["optimizers"])
-        _load_schedulers(_listed(scheduler), plain["schedulers"])
-        return _read_own(path, group) if same else None
+            optimizer_state.assign(module, optimizers, states, plain["optimizers"])
+        _load_schedulers(listed(scheduler), plain["schedulers"])
+        return read_own(path, group) if same else None
 
     rng = agreed(finish, group)
     if not same:
@@ -190,117 +210,59 @@ def load_state(
     return LoadedState(manifest["step"], manifest["position"], saved_layout, decode(plain["extra"]), rng)
 
 
-def _collected(
-    model: nn.Module,
-    optimizer: OptimizerLike,
-    scheduler: SchedulerLike,
-    extra: Mapping[str, Any] | None,
-    group: dist.ProcessGroup | None,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    def local() -> tuple[dict[str, Tensor], list[dict[str, Any]], dict[str, Any]]:
-        module = _resharded(model)
-        state = optimizer_state.collect(module, _listed(optimizer))
-        schedulers = [encode(one.state_dict(), "scheduler") for one in _listed(scheduler)]
-        rest = {"schedulers": schedulers, "extra": encode(dict(extra or {}), "extra")}
-        return _model_tensors(module) | state.tensors, state.plain, rest
-
-    tensors, own, rest = agreed(local, group)
-    # Every rank describes its own parameters; equal texts (all layouts but pipelines) need no merging.
-    parts = list(dict.fromkeys(gather_text(json.dumps(own), group)))
-    merged = agreed(lambda: optimizer_state.merge_plain(json.loads(part) for part in parts), group)
-    return tensors, {"optimizers": merged, **rest}
+@dataclass(frozen=True)
+class _Opened:
+    manifest: dict[str, Any]
+    plain: dict[str, Any]
+    model: SavedModel
+    reader: TensorReader
 
 
-def _write_tensors(target: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    try:
-        # torch agrees on failures by itself: it raises on every rank.
-        with _without_group_warning():
-            writer = FileSystemWriter(target)
-            save_tensors(tensors, storage_writer=writer, process_group=group, no_dist=not is_distributed())
-    except CheckpointException as error:
-        raise CheckpointError(_first_failure(error)) from error
-
-
-@contextlib.contextmanager
-def _without_group_warning() -> Iterator[None]:
-    # torch warns whenever there is no process group, also when a single process is what was asked for.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
-
-
-def _write_own(target: Path, rng: RandomState, group: dist.ProcessGroup | None) -> None:
-    write_json(target / _rng_name(group), rng.to_json())
-
-
-def _write_shared(target: Path, plain: dict[str, Any], manifest: dict[str, Any]) -> None:
-    write_json(target / STATE_NAME, plain)
-    write_json(target / MANIFEST_NAME, manifest)
-
-
-def _read_own(path: Path, group: dist.ProcessGroup | None) -> RandomState:
-    return RandomState.from_json(json.loads((path / _rng_name(group)).read_text(encoding="utf-8")))
-
-
-def _rng_name(group: dist.ProcessGroup | None) -> str:
-    return f"rng-{rank_of(group):05d}.json"
-
-
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any], TensorReader]:
+def _open(path: Path) -> _Opened:
     manifest = read_manifest(path)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}")
     plain = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
     reader = TensorReader(path)
     reader.read_metadata()
-    return manifest, plain, reader
+    return _Opened(manifest, plain, SavedModel(path, manifest.get("model_format", "torch_save")), reader)
 
 
-def _targets(
-    module: nn.Module, optimizers: Sequence[Optimizer], reader: TensorReader
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model_tensors = _model_tensors(module)
-    saved = reader.tensors()
-    missing = sorted(set(model_tensors) - set(saved))
+def _read(
+    targets: dict[str, Tensor], reader: StorageReader, path: Path, group: dist.ProcessGroup | None
+) -> None:
+    try:
+        with without_group_warning():
+            load_tensors(targets, storage_reader=reader, process_group=group, no_dist=not is_distributed())
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot load {path}: {first_failure(error)}") from error
+
+
+def _model_targets(module: nn.Module, saved: SavedModel, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors to fill: all of the module's but those that the checkpoint left out because they are frozen."""
+    tensors = model_tensors(module)
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    absent = frozen.intersection(manifest.get("left_out", ()))
+    missing = sorted(tensors.keys() - saved.tensors.keys() - absent)
     if missing:
-        raise ValueError(f"the checkpoint has no {_some(missing)}, which this model needs")
-    for key, tensor in model_tensors.items():
-        if tuple(saved[key].size) != tuple(tensor.shape):
-            raise ValueError(
-                f"{key}: saved shape {tuple(saved[key].size)}, this model's {tuple(tensor.shape)}"
-            )
-    targets = model_tensors | optimizer_state.templates(module, optimizers, saved)
-    return targets, {key.removeprefix(_MODEL): tensor for key, tensor in model_tensors.items()}
+        listed_names = some([f"model.{name}" for name in missing])
+        raise ValueError(f"the checkpoint has no {listed_names}, which this model needs")
+    targets = {name: tensor for name, tensor in tensors.items() if name not in absent}
+    for name, tensor in targets.items():
+        if (shape := tuple(saved.tensors[name].size)) != tuple(tensor.shape):
+            raise ValueError(f"model.{name}: saved shape {shape}, this model's {tuple(tensor.shape)}")
+    return targets
 
 
 def _check_model_keys(
-    path: Path,
-    model_targets: Mapping[str, Tensor],
-    reader: TensorReader,
-    strict: bool,
-    group: dist.ProcessGroup | None,
+    path: Path, known: set[str], saved: SavedModel, group: dist.ProcessGroup | None
 ) -> None:
     """Refuse saved model tensors that no rank has. Under a pipeline each rank has only its own stages."""
-    if not strict:
-        return
-    saved = {key.removeprefix(_MODEL) for key in reader.tensors() if key.startswith(_MODEL)}
-    strangers = saved.difference(model_targets)
+    strangers = saved.tensors.keys() - known
     for text in gather_text(json.dumps(sorted(strangers)), group):
         strangers.intersection_update(json.loads(text))
     if strangers:
-        raise CheckpointError(f"{path} holds {_some(sorted(strangers))}, which this model does not have")
-
-
-def _model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """`model.NAME` -> parameter or persistent buffer, sharing memory with the module."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in get_model_state_dict(module).items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"state {name} of the model is a {type(value).__qualname__}; only tensors are saved"
-            )
-        tensors[f"{_MODEL}{name}"] = value
-    return tensors
+        raise CheckpointError(f"{path} holds {some(sorted(strangers))}, which this model does not have")
 
 
 def _load_schedulers(schedulers: Sequence[LRScheduler], saved: Sequence[Any]) -> None:
@@ -312,34 +274,13 @@ def _load_schedulers(schedulers: Sequence[LRScheduler], saved: Sequence[Any]) ->
         scheduler.load_state_dict(decode(content))
 
 
-def _resharded(model: nn.Module) -> nn.Module:
-    """The module itself, without DDP's wrapper and with the parameters that the optimizer has."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    for module in inner.modules():
-        if isinstance(module, FSDPModule):
-            # After a forward without backward the modules still hold the gathered parameters, which are not the
-            # ones the optimizer has.
-            module.reshard()
-    return inner
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, Sequence) else [value]
-
-
 def _layout(layout: Mapping[str, int] | None, group: dist.ProcessGroup | None) -> dict[str, int]:
     if layout is not None:
         return dict(layout)
     return {"world": dist.get_world_size(group) if is_distributed() else 1}
 
 
-def _first_failure(error: CheckpointException) -> str:
-    rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {describe(cause)}"
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
+def some(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

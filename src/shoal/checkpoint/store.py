@@ -24,6 +24,8 @@ from typing import Any
 
 INCOMPLETE_SUFFIX = ".incomplete"
 MANIFEST_NAME = "shoal.json"
+CHECKPOINTS = "checkpoints"
+"""Where a run's directory keeps its checkpoints."""
 
 
 class CheckpointError(OSError):
@@ -172,6 +174,23 @@ def stored(path: str | os.PathLike[str]) -> StoredCheckpoint | None:
     if path.name.endswith(INCOMPLETE_SUFFIX) or not manifest.is_file():
         return None
     return StoredCheckpoint(path, int(read_manifest(path)["step"]), manifest.stat().st_mtime_ns)
+
+
+def newest(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints/`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(path)
+    if stored(path) is not None:
+        return path
+    found = CheckpointStore(path).latest() or CheckpointStore(path / CHECKPOINTS).latest()
+    if found is None:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint and holds none; name one, or the directory of a run that saved one"
+        )
+    return found
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
@@ -16,8 +17,11 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from typing_extensions import override
 
+from shoal.checkpoint.agree import from_origin
+from shoal.checkpoint.consolidate import consolidate_in_place
+from shoal.checkpoint.snapshot import ModelFormat, SaveOptions
 from shoal.checkpoint.store import CheckpointError, CheckpointStore, stored
-from shoal.train.resume import save_run, validation_is_due
+from shoal.train.resume import background_saver, save_run, validation_is_due
 
 _log = logging.getLogger(__name__)
 _LAST = re.compile(r"step=\d+-last(-v\d+)?")
@@ -40,14 +44,36 @@ class ModelCheckpoint(LightningModelCheckpoint):
     - the newest complete checkpoint is never deleted;
     - `save_weights_only` is refused: such a checkpoint could not be resumed.
 
+    Args:
+        args, kwargs: Lightning's.
+        model_save_format: `safetensors` shards in `model/`, or `torch_save`, torch's distributed format.
+        save_consolidated: `every` checkpoint also holds the model as a Hugging Face folder `consolidated/`, only the
+            `final` one does (which is then saved in any case), or none does (False); those without carry a
+            `consolidate.sh`.
+        async_save: write in the background. A failure is raised by the next save, or at the end of the run, and a
+            checkpoint that a new one replaces is deleted when the new one is complete.
+        model_part: `trainable` leaves frozen parameters out: with LoRA a checkpoint holds the adapters alone.
+
     Raises:
         ValueError: `save_weights_only`, or `save_on_exception` (ranks may be anywhere when one fails).
     """
 
     FILE_EXTENSION = ""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        model_save_format: ModelFormat = "torch_save",
+        save_consolidated: bool | Literal["final", "every"] = False,
+        async_save: bool = False,
+        model_part: Literal["all", "trainable"] = "all",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.save_consolidated = "final" if save_consolidated is True else save_consolidated
+        self.save_options = SaveOptions(model_save_format, model_part, self.save_consolidated == "every")
+        self.async_save = async_save
+        self._superseded: list[str] = []
         self._is_validation_value = False
         self._validated_step = -1
         if self.save_weights_only:
@@ -89,9 +115,47 @@ class ModelCheckpoint(LightningModelCheckpoint):
         super().on_validation_end(trainer, pl_module)
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.async_save:
+            background_saver(trainer, create=True)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        if self.save_consolidated == "final" and not getattr(trainer, "fast_dev_run", False):
+            final = self.save_now(trainer)
+            from_origin(lambda: consolidate_in_place(final), None)
+        self._finish_saving(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        saver = background_saver(trainer)
+        if saver is not None:
+            # What is being written is a good checkpoint; how it went is logged, the exception is what matters now.
+            with contextlib.suppress(CheckpointError):
+                saver.wait()
+
+    def _finish_saving(self, trainer: pl.Trainer) -> None:
+        """Wait for the save in the background and delete what it replaced; raises its failure on every rank."""
+        saver = background_saver(trainer)
+        if saver is not None:
+            saver.wait()
+        superseded, self._superseded = self._superseded, []
+        for path in superseded:
+            self._remove_checkpoint(trainer, path)
+
+    @override
+    def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:
+        saver = background_saver(trainer)
+        if saver is not None and saver.is_saving(filepath):
+            return True
+        found: bool = super().file_exists(filepath, trainer)
+        return found
 
     @override
     def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
@@ -106,23 +170,31 @@ class ModelCheckpoint(LightningModelCheckpoint):
         """Save this step, if it is not saved yet, outside the ranking by score; returns the path. Collective.
 
         The resumed run does not count it as this callback's save of the step: after a validation that was cut
-        off it saves the step again, with its score.
+        off it saves the step again, with its score. The checkpoint is complete when this returns, also with
+        `async_save`.
         """
+        self._finish_saving(trainer)
         if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
             return self._last_checkpoint_saved
         previous, self.last_model_path = self.last_model_path, self._last_name(trainer)
-        save_run(
-            trainer, self.last_model_path, validation_pending=during_validation or validation_is_due(trainer)
-        )
+        pending = during_validation or validation_is_due(trainer)
+        save_run(trainer, self.last_model_path, validation_pending=pending, options=self.save_options)
         self._remove_unless_best(trainer, previous)
         return self.last_model_path
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        self._finish_saving(trainer)
         # Before saving: they are part of the saved state of this callback.
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        save_run(trainer, filepath, validation_pending=validation_is_due(trainer))
+        save_run(
+            trainer,
+            filepath,
+            validation_pending=validation_is_due(trainer),
+            options=self.save_options,
+            saver=background_saver(trainer) if self.async_save else None,
+        )
 
     @override
     def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
@@ -191,6 +263,10 @@ class ModelCheckpoint(LightningModelCheckpoint):
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         """Delete a checkpoint that left the best ones, unless it is still the last one."""
         if filepath == self.last_model_path or not trainer.is_global_zero or stored(filepath) is None:
+            return
+        saver = background_saver(trainer)
+        if saver is not None and saver.path is not None:
+            self._superseded.append(filepath)  # until the one that replaces it is complete
             return
         path = Path(filepath)
         try:

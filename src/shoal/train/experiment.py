@@ -30,14 +30,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from typing_extensions import override
 
 from shoal.checkpoint.agree import from_origin
-from shoal.checkpoint.store import CheckpointStore, stored
+from shoal.checkpoint.store import CHECKPOINTS, CheckpointStore, stored
 from shoal.config.speech import ExpManagerConfig, SpeechConfig
 from shoal.mesh.sizes import resolve_sizes
 from shoal.train.callbacks import ModelCheckpoint, ProgressBar
 from shoal.train.resume import ResumeRun
 from shoal.train.stop import SignalStop
 
-CHECKPOINTS = "checkpoints"
 RECORDS = ("config.yaml", "versions.json", "git.json", "layout.json")
 _LOGGERS: Mapping[str, type[Logger]] = {
     "tensorboard": TensorBoardLogger,

@@ -49,6 +49,7 @@ class ShoalModule(pl.LightningModule):
         sample_rate: Of the audio, to report seconds; None for a model without audio.
         validation_sets: Names of the validation sets, in the order of the loaders.
         init_from_checkpoint: Weights to start from instead: a checkpoint of ours, or a safetensors file or folder.
+        tokenizer: Saved beside the model, for whoever opens the export; None copies the one of the model's source.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ShoalModule(pl.LightningModule):
         sample_rate: int | None = 16000,
         validation_sets: Sequence[str] = ("default",),
         init_from_checkpoint: str | None = None,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -73,6 +75,7 @@ class ShoalModule(pl.LightningModule):
         self.sample_rate = sample_rate
         self.validation_sets = tuple(validation_sets)
         self.init_from_checkpoint = init_from_checkpoint
+        self.tokenizer = tokenizer
         self.stream_position = StreamPosition()
         self.stop_agreed = False
         self.last_result: StepResult | None = None

@@ -50,6 +50,7 @@ def speech_module(config: SpeechConfig, prompts: PromptFormatter) -> ShoalModule
         sample_rate=config.data.train_ds.sample_rate,
         validation_sets=validation_set_names(config.data),
         init_from_checkpoint=config.model.init_from_checkpoint,
+        tokenizer=prompts.tokenizer,
     )
 
 
@@ -76,7 +77,9 @@ def run_training(
     if world.rank == 0:
         print(resolved_steps(planning, dp_size, notices), flush=True)
     for key, data_set in data_sets(config):
-        open_sources(data_set, key=key, allow_commands=allow_commands)  # a missing file is found before weights load
+        open_sources(
+            data_set, key=key, allow_commands=allow_commands
+        )  # a missing file is found before weights load
     prompts = prompts_of(config.model)
     module = speech_module(config, prompts)
     data = SpeechData(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -26,6 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from shoal.checkpoint.agree import from_origin
+from shoal.checkpoint.background import BackgroundSaver
+from shoal.checkpoint.snapshot import DEFAULT_SAVE, SaveOptions
 from shoal.checkpoint.state import LoadedState, load_state, save_state
 from shoal.checkpoint.store import CheckpointError
 from shoal.train.strategy import distributed_setup
@@ -35,16 +38,36 @@ _VAL_BATCHES = "epoch_loop.val_loop.batch_progress"
 _BETWEEN_EPOCHS = "between_epochs"
 
 
-def save_run(trainer: pl.Trainer, path: str | os.PathLike[str], *, validation_pending: bool) -> Path:
+_SAVERS: WeakKeyDictionary[pl.Trainer, BackgroundSaver] = WeakKeyDictionary()
+"""One saver for all callbacks of a Trainer, so that their saves never overlap."""
+
+
+def background_saver(trainer: pl.Trainer, create: bool = False) -> BackgroundSaver | None:
+    """The Trainer's saver in the background, None before there is one. Creating it is collective."""
+    if create and trainer not in _SAVERS:
+        _SAVERS[trainer] = BackgroundSaver()
+    return _SAVERS.get(trainer)
+
+
+def save_run(
+    trainer: pl.Trainer,
+    path: str | os.PathLike[str],
+    *,
+    validation_pending: bool,
+    options: SaveOptions = DEFAULT_SAVE,
+    saver: BackgroundSaver | None = None,
+) -> None:
     """Save the whole run as the checkpoint `path`. Collective; call it between steps only.
 
     Args:
         trainer: its module has `model` (the plain trainable module) and `stream_position`.
         path: the directory to publish.
         validation_pending: the run owes a validation of this step; the resumed run will do it from its start.
+        options: how the model is written.
+        saver: writes in the background; None returns when the checkpoint is complete.
 
     Raises:
-        CheckpointError: on every rank, when any of them failed.
+        CheckpointError: on every rank, when any of them failed; with `saver`, when its previous save failed.
     """
     module: Any = trainer.lightning_module
     callbacks = {callback.state_key: callback.state_dict() for callback in _callbacks(trainer)}
@@ -53,7 +76,7 @@ def save_run(trainer: pl.Trainer, path: str | os.PathLike[str], *, validation_pe
         "callbacks": {key: state for key, state in callbacks.items() if state},
         "precision": trainer.precision_plugin.state_dict(),
     }
-    return save_state(
+    (save_state if saver is None else saver.save)(
         path,
         model=module.model,
         optimizer=trainer.optimizers,
@@ -62,6 +85,8 @@ def save_run(trainer: pl.Trainer, path: str | os.PathLike[str], *, validation_pe
         step=trainer.global_step,
         layout=_layout(trainer),
         extra=extra,
+        options=options,
+        tokenizer=getattr(module, "tokenizer", None),
     )
 
 

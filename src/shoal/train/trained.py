@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.store import CHECKPOINTS, CheckpointStore
 from shoal.config import SpeechConfig, load_config
 from shoal.models.assemble import Numerics, assemble
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
-from shoal.train.experiment import CHECKPOINTS
 from shoal.train.plans import prompts_of, salm_plan
 from shoal.train.weights import load_weights
 

@@ -132,7 +132,7 @@ def stages_on_rank(rank: int, world: int, source: Path, output: Path) -> None:
     """Rank 0 holds the first layer, rank 1 the rest, as a pipeline would have it."""
     model = build(source, "plain", 1)
     own = model.llm.model
-    for name, child in list(own.layers.named_children()):
+    for name, _ in list(own.layers.named_children()):
         if (name == "0") != (rank == 0):
             own.layers[int(name)] = nn.Identity()
     if rank == 0:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.checkpoint import state as state_module
+from shoal.checkpoint import writing as state_module
 from shoal.checkpoint.reader import TensorReader
 from shoal.checkpoint.rng import RandomState
 from shoal.checkpoint.state import load_state, save_state
