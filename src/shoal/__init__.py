@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from shoal.config import load_config
     from shoal.config.schema import DDPConfig, FSDP2Config, MegatronFSDPConfig, ParallelismSizes
     from shoal.mesh import MeshAxisName, MeshContext, initialize_distributed
+    from shoal.models.auto import AutoModelForCausalLM
+    from shoal.parallel.managers import DDPManager, FSDP2Manager, gradient_sync
     from shoal.parallel.setup import DistributedSetup
     from shoal.speech.salm import SALM
     from shoal.train.strategy import AutomodelParallelStrategy
@@ -19,15 +21,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "AutoModelForCausalLM": "shoal.models.auto",
     "AutomodelParallelStrategy": "shoal.train.strategy",
     "DDPConfig": "shoal.config.schema",
+    "DDPManager": "shoal.parallel.managers",
     "DistributedSetup": "shoal.parallel.setup",
     "FSDP2Config": "shoal.config.schema",
+    "FSDP2Manager": "shoal.parallel.managers",
     "MegatronFSDPConfig": "shoal.config.schema",
     "MeshAxisName": "shoal.mesh",
     "MeshContext": "shoal.mesh",
     "ParallelismSizes": "shoal.config.schema",
     "SALM": "shoal.speech.salm",
+    "gradient_sync": "shoal.parallel.managers",
     "initialize_distributed": "shoal.mesh",
     "load_config": "shoal.config",
 }
@@ -44,16 +50,20 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AutoModelForCausalLM",
     "AutomodelParallelStrategy",
     "DDPConfig",
+    "DDPManager",
     "DistributedSetup",
     "FSDP2Config",
+    "FSDP2Manager",
     "MegatronFSDPConfig",
     "MeshAxisName",
     "MeshContext",
     "ParallelismSizes",
     "SALM",
     "__version__",
+    "gradient_sync",
     "initialize_distributed",
     "load_config",
 ]

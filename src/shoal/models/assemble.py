@@ -1,7 +1,7 @@
 """THE order in which a model is built, changed and spread over the mesh.
 
-    build on meta -> LoRA -> freeze -> activation checkpointing -> FSDP2 / HSDP -> materialise and load this rank's
-    shards -> initialise what no checkpoint provides -> check ties and leftovers -> DDP
+    build on meta -> LoRA -> freeze -> activation checkpointing -> compile -> FSDP2 / HSDP -> materialise and load
+    this rank's shards -> initialise what no checkpoint provides -> check ties and leftovers -> DDP
 
 `requires_grad` is final after freezing, and names stay Hugging Face's throughout. DDP comes last because it
 broadcasts and buckets real parameters; FSDP2 comes before loading so that no rank ever holds the whole model.
@@ -12,25 +12,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from shoal.config.llm import CompileConfig
 from shoal.config.schema import DDPConfig, FSDP2Config, MixedPrecisionConfig
 from shoal.mesh.axes import MeshAxisName
 from shoal.models.freeze import freeze_parameters
 from shoal.models.init import initialise
-from shoal.models.load import WeightSource, conversions_of, load_pretrained
+from shoal.models.load import WeightSource, check_ties, conversions_of, load_pretrained
 from shoal.models.lora import ADAPTER_PATTERN, add_lora
 from shoal.models.meta import cast_stored, parameters_on_meta, replace_parameters
 from shoal.parallel.activation_checkpointing import checkpoint_activations
-from shoal.parallel.ddp import autocasting, wrap_ddp
+from shoal.parallel.compile import compile_layers
+from shoal.parallel.ddp import autocasting, replicate_in_place, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
-from shoal.parallel.model import ParallelModel, no_gradient_sync
+from shoal.parallel.model import ParallelModel, no_gradient_sync, single_process
 from shoal.parallel.setup import DistributedSetup, refuse_unimplemented
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +48,26 @@ class ModelPlan:
         build: Makes the trainable module; called with parameters going to the meta device.
         weights: Which submodules come from which folders; everything else starts from `seed`.
         llm: Name of the submodule that LoRA and `checkpoint_llm` apply to; empty for the module itself.
-        lora: Arguments of `peft.LoraConfig`, or None.
+        lora: A `peft.LoraConfig`, or its arguments, or None.
         freeze: Regular expressions of parameter names that do not train.
         keep: Regular expressions that win over `freeze`.
         checkpoint_llm: Recompute the layers of the LLM in backward.
         perception: Name of the submodule with `set_activation_checkpointing`, or None.
         checkpoint_perception: Recompute the speech encoder's layers in backward.
+        compile: How to compile the layers of the LLM, or None.
         seed: Seed of initial values.
     """
 
     build: Callable[[], nn.Module]
     weights: Sequence[WeightSource] = ()
     llm: str = "llm"
-    lora: Mapping[str, Any] | None = None
+    lora: Mapping[str, Any] | LoraConfig | None = None
     freeze: Sequence[str] = ()
     keep: Sequence[str] = ()
     checkpoint_llm: bool = False
     perception: str | None = None
     checkpoint_perception: bool = False
+    compile: CompileConfig | None = None
     seed: int = 0
 
 
@@ -76,7 +83,7 @@ class Numerics:
 def assemble(
     plan: ModelPlan, setup: DistributedSetup | None, numerics: Numerics, device: torch.device
 ) -> ParallelModel:
-    """Builds, shards and loads the model that `plan` describes.
+    """Builds, shards and loads the trainable module that `plan` describes.
 
     Args:
         plan: What to build.
@@ -88,10 +95,59 @@ def assemble(
         ValueError: Weights do not fit, a setting would do nothing, or the mesh has an axis that is not
             implemented yet.
     """
+    module = _build_and_fill(plan, setup, numerics, device)
+    if setup is None:
+        return _plain(module, numerics, device)
+    strategy, group = setup.strategy_config, setup.mesh_context.group(MeshAxisName.DP)
+    if isinstance(strategy, DDPConfig):
+        return wrap_ddp(module, group, device, strategy, numerics.autocast)
+    assert isinstance(module, FSDPModule) and isinstance(strategy, FSDP2Config)
+    return fsdp2_model(module, group, device, strategy)
+
+
+def assemble_in_place(
+    plan: ModelPlan, setup: DistributedSetup | None, numerics: Numerics, device: torch.device
+) -> ParallelModel:
+    """Like `assemble`, for a module that is called directly: no wrapper stands between it and its caller.
+
+    `gradient_sync` of the result has to surround forward and backward. Autocast is left to the caller.
+    """
+    module = _build_and_fill(plan, setup, numerics, device)
+    if setup is None:
+        return single_process(module, device)
+    strategy, group = setup.strategy_config, setup.mesh_context.group(MeshAxisName.DP)
+    if isinstance(strategy, DDPConfig):
+        return replicate_in_place(module, group, device, strategy)
+    assert isinstance(module, FSDPModule) and isinstance(strategy, FSDP2Config)
+    return fsdp2_model(module, group, device, strategy)
+
+
+def _build_and_fill(
+    plan: ModelPlan, setup: DistributedSetup | None, numerics: Numerics, device: torch.device
+) -> nn.Module:
+    """Everything up to the interface to the training step."""
+    strategy = None if setup is None else setup.strategy_config
     if setup is not None:
         refuse_unimplemented(setup)
+    if not isinstance(strategy, FSDP2Config | DDPConfig | None):
+        raise ValueError(
+            f"strategy = {type(strategy).__name__}: not implemented yet; repair: use fsdp2 or ddp"
+        )
+    module = _build(plan, numerics)
+    conversions = {
+        source.module: conversions_of(_submodule(module, source.module)) for source in plan.weights
+    }
+    if setup is not None and isinstance(strategy, FSDP2Config):
+        shard_fsdp2(module, setup.mesh_context.fsdp_mesh(), strategy, strategy.mp_policy or numerics.policy)
+    fill(module, plan, conversions, _storage_device(strategy, device))
+    return module
+
+
+def _build(plan: ModelPlan, numerics: Numerics) -> nn.Module:
+    """The module on the meta device with everything in it that changes its parameters or its layers."""
     with parameters_on_meta():
         module = plan.build()
+    llm = module.get_submodule(plan.llm)
     if plan.lora is not None:
         add_lora(_submodule(module, plan.llm), plan.lora)
     cast_stored(module, numerics.stored)  # adapters too: the parameters of one sharding unit share a dtype
@@ -99,27 +155,12 @@ def assemble(
     for pattern in freeze_parameters(module, plan.freeze, keep):
         log.warning("pattern %r of freeze_params / prevent_freeze_params matches no parameter", pattern)
     if plan.checkpoint_llm:
-        checkpoint_activations(module.get_submodule(plan.llm))
+        checkpoint_activations(llm)
     if plan.checkpoint_perception and plan.perception is not None:
         module.get_submodule(plan.perception).set_activation_checkpointing(True)  # type: ignore[operator]
-
-    conversions = {
-        source.module: conversions_of(_submodule(module, source.module)) for source in plan.weights
-    }
-    strategy = None if setup is None else setup.strategy_config
-    if setup is not None and isinstance(strategy, FSDP2Config):
-        shard_fsdp2(module, setup.mesh_context.fsdp_mesh(), strategy, strategy.mp_policy or numerics.policy)
-
-    fill(module, plan, conversions, _storage_device(strategy, device))
-    if setup is None:
-        return _plain(module, numerics, device)
-    group = setup.mesh_context.group(MeshAxisName.DP)
-    if isinstance(strategy, FSDP2Config):
-        assert isinstance(module, FSDPModule)
-        return fsdp2_model(module, group, device, strategy)
-    if isinstance(strategy, DDPConfig):
-        return wrap_ddp(module, group, device, strategy, numerics.autocast)
-    raise ValueError(f"strategy = {type(strategy).__name__}: not implemented yet; repair: use fsdp2 or ddp")
+    if plan.compile is not None:
+        compile_layers(llm, plan.compile)
+    return module
 
 
 def fill(
@@ -138,6 +179,8 @@ def fill(
         loaded.update(prefix + name for name, _ in submodule.named_parameters() if ".lora_" not in name)
     names = {name for name, _ in module.named_parameters()}
     initialise(module, names - loaded, plan.seed)
+    for source in plan.weights:
+        check_ties(_submodule(module, source.module))
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

@@ -106,7 +106,7 @@ def read(
     elif isinstance(target, DTensor) and _stacks_whole_slices(conversion.converter, target):
         yield from _read_own_slices(conversion, tensors, target, model)
     else:
-        whole = [(pattern, tensors[name][...]) for name, pattern in conversion.sources]
+        whole = [(pattern, _whole(tensors[name])) for name, pattern in conversion.sources]
         for name, tensor in _convert(conversion, whole, model).items():
             yield name, local_part(tensor, targets[name])
 
@@ -118,12 +118,13 @@ def local_part(source: Source, target: Tensor) -> Tensor:
         source: The whole tensor.
         target: A DTensor whose layout decides, or a plain tensor, which takes everything.
     """
-    if isinstance(target, DTensor):
-        source = DtensorShardOperation(target).shard_tensor(source)
-    else:
-        source = source[...]
-    part: Tensor = source
+    cut: Any = DtensorShardOperation(target).shard_tensor if isinstance(target, DTensor) else _whole
+    part: Tensor = cut(source)
     return part
+
+
+def _whole(source: Source) -> Any:
+    return source[...]
 
 
 def own_slice(source: Source, target: DTensor, index: int) -> Tensor | None:

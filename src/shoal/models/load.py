@@ -100,6 +100,20 @@ def target_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {plain(name): tensor for name, tensor in named.items() if ".lora_" not in name}
 
 
+def check_ties(model: PreTrainedModel) -> None:
+    """Asserts that parameters which the architecture ties are one parameter still.
+
+    Raises:
+        RuntimeError: Something between building and loading has replaced one of them.
+    """
+    targets = target_tensors(model)
+    for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if targets[name] is not targets[other]:
+            raise RuntimeError(
+                f"{name} and {other} are tied in {type(model).__name__}, but no longer one tensor"
+            )
+
+
 def _refuse_misfits(
     model: PreTrainedModel,
     source: WeightSource,

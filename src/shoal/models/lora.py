@@ -6,33 +6,36 @@ Injected later, an adapter would be a plain tensor beside sharded weights: each 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ADAPTER_PATTERN = r"^.+\.lora_.+$"
 """Names of adapter parameters; they train even when everything around them is frozen."""
 
 
-def add_lora(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+def add_lora(model: PreTrainedModel, options: Mapping[str, Any] | LoraConfig) -> None:
     """Adds adapters in place and freezes the rest of `model`, as peft does.
 
     An adapted layer keeps its own weight under ``NAME.base_layer.weight``.
 
     Args:
         model: A causal LM with parameters on the meta device.
-        options: Arguments of `peft.LoraConfig`: r, lora_alpha, lora_dropout, target_modules, ...
+        options: A `peft.LoraConfig`, or its arguments: r, lora_alpha, lora_dropout, target_modules, ...
 
     Raises:
         ValueError: No module of the model matches `target_modules`.
     """
     from peft import LoraConfig, inject_adapter_in_model  # a third of a second that only adapters need
 
+    if isinstance(options, Mapping):
+        options = LoraConfig(**{"task_type": "CAUSAL_LM", **options})
     try:
-        inject_adapter_in_model(
-            LoraConfig(**{"task_type": "CAUSAL_LM", **options}), model, low_cpu_mem_usage=True
-        )
+        inject_adapter_in_model(options, model, low_cpu_mem_usage=True)
     except ValueError as error:  # no module of that name, or no default for this model
         raise ValueError(f"model.lora.target_modules: {error}") from error
 

@@ -5,13 +5,15 @@ micro-batch is already divided by the number of supervised tokens of the whole s
 """
 
 # No `from __future__ import annotations` here: torch checks the hook's annotations, which must be the classes.
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed._composable.replicate import replicate
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,11 +58,7 @@ def wrap_ddp(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=group,
-        forward_sync_buffers=config.broadcast_buffers,
-        find_unused_parameters=config.find_unused_parameters,
-        static_graph=config.static_graph,
-        bucket_cap_mb=config.bucket_cap_mb,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        **_flags(config),
     )
     wrapper.register_comm_hook(group, sum_gradients_hook)
 
@@ -68,6 +66,41 @@ def wrap_ddp(
         return nullcontext() if last else wrapper.no_sync()
 
     return ParallelModel(module, autocasting(wrapper, device, autocast), gradient_sync, group, device)
+
+
+def replicate_in_place(
+    model: nn.Module, group: ProcessGroup, device: torch.device, config: DDPConfig
+) -> ParallelModel:
+    """Replicates a loaded model over `group` without wrapping it: it is called, and named, as before.
+
+    torch's composable DDP does with hooks what the wrapper does in its forward. `gradient_sync` has to surround the
+    forward as well as the backward.
+
+    Args:
+        model: On `device`, with the same values on every rank; its parameters are used in its own forward only.
+        group: The data-parallel group.
+        device: The device of this rank.
+        config: The flags of torch's DDP wrapper.
+    """
+    replicate(model, process_group=group, device_id=device, **_flags(config))
+    model.register_comm_hook(group, sum_gradients_hook)  # type: ignore[operator]
+
+    @contextmanager
+    def gradient_sync(last: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        yield
+
+    return ParallelModel(model, model, gradient_sync, group, device)
+
+
+def _flags(config: DDPConfig) -> dict[str, Any]:
+    return {
+        "forward_sync_buffers": config.broadcast_buffers,
+        "find_unused_parameters": config.find_unused_parameters,
+        "static_graph": config.static_graph,
+        "bucket_cap_mb": config.bucket_cap_mb,
+        "gradient_as_bucket_view": config.gradient_as_bucket_view,
+    }
 
 
 def autocasting(

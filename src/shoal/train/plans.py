@@ -7,36 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shoal.config.speech import SalmConfig
 from shoal.models.assemble import ModelPlan
+from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
 from shoal.speech.encoders import encoder_spec
 from shoal.speech.perception import AudioPerception
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
-
-
-def local_folder(name: str) -> Path:
-    """A local folder as it is, or the downloaded snapshot of a hub model.
-
-    Raises:
-        ValueError: Neither a folder nor reachable on the hub.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the hub client raises a dozen unrelated classes
-        raise ValueError(
-            f"{name!r} is neither a folder nor a hub model that can be fetched: {error}"
-        ) from error
 
 
 def load_tokenizer(config: SalmConfig) -> Any:
