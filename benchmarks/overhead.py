@@ -159,6 +159,8 @@ def run_shoal(folder: Path, num_steps: int) -> dict[str, Any]:
                 "text_lens": torch.full((MICRO_BATCH,), SEQUENCE),
                 "audios": torch.zeros(0, 0),
                 "audio_lens": torch.zeros(0, dtype=torch.int64),
+                "sample_ids": [f"{step}-{row}" for row in range(MICRO_BATCH)],
+                "sample_seeds": torch.arange(MICRO_BATCH),
                 "is_empty": False,
             }
             return StepBatch([micro_batch], StreamPosition(0, (step + 1) * NUM_RANKS))
