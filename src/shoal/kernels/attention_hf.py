@@ -62,8 +62,6 @@ def _attention_function(name: str, backend: Backend) -> Callable[..., tuple[Tens
             cu_k = cu_seq_lens_k
         if chunk := _chunk_size(module):
             cu_q = cu_k = _in_chunks(cu_q, chunk)
-        if sliding_window is not None and not causal:
-            sliding_window += 1  # transformers' bidirectional windows include the distance itself
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out, _ = varlen_attention(
             q,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.kernels import attention_sdpa
-from shoal.kernels.attention import apply_sinks, varlen_attention
 from shoal.kernels.attention import _log_choice as log_choice
+from shoal.kernels.attention import apply_sinks, varlen_attention
 from tests.unit.kernels.packs import PADDING, Pack, assert_same, pack, running_sum
 
 KINDS: dict[str, dict[str, Any]] = {
