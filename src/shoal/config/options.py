@@ -13,7 +13,7 @@ class LoadOptions:
         allow_targets: Modules, or full names, whose classes a ``_target_`` may name in addition.
         allow_commands: Accept ``pipe:`` paths, ``command`` sources and URLs.
         strict_topology: Refuse layouts that leave the fast links of a node instead of warning.
-        to_train: Refuse a recipe that cannot be trained yet.
+        to_train: Refuse what loads but cannot be trained: no model, no data, a backend without its devices.
         accelerators: Accelerators per node; None counts those of this machine.
     """
 

@@ -49,8 +49,6 @@ def open_rows(config: TextDatasetConfig, key: str) -> Rows:
     datasets.disable_progress_bars()
     try:
         rows = _opened(datasets, config, paths, key)
-    except (OSError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{key}.path = {config.path!r}: {error}; check the path and the format") from error
     finally:
         if bar:
             datasets.enable_progress_bars()
@@ -82,7 +80,13 @@ def _opened(datasets: Any, config: TextDatasetConfig, paths: list[str], key: str
         raise ValueError(f"{key}.path = {paths[:5]}: files of one kind out of {limit} go together")
     (kind,) = kinds
     options = {"sample_by": config.sample_by} if kind == "text" else {}
-    return datasets.load_dataset(kind, data_files=paths, split="train", **options)
+    try:
+        return datasets.load_dataset(kind, data_files=paths, split="train", **options)
+    except Exception as error:  # readers of each format raise their own classes
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise ValueError(
+            f"{key}.path = {config.path!r}: cannot be read as {kind} ({reason}); check the file"
+        ) from error
 
 
 def _from_hub(datasets: Any, config: TextDatasetConfig, name: str, key: str) -> Any:

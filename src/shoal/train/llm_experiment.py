@@ -132,7 +132,8 @@ class GarbageCollection(pl.Callback):
 
 
 def _saving(config: LLMConfig, folder: Path) -> ModelCheckpoint:
-    keep = config.checkpoint.keep_last
+    section = config.checkpoint
+    keep = section.keep_last
     return ModelCheckpoint(
         dirpath=folder,
         filename="{step}",
@@ -141,6 +142,10 @@ def _saving(config: LLMConfig, folder: Path) -> ModelCheckpoint:
         save_top_k=-1 if keep is None else keep,
         save_last=True,
         every_n_train_steps=config.step_scheduler.ckpt_every_steps,
+        model_save_format=section.model_save_format,
+        save_consolidated=section.save_consolidated,
+        async_save=section.is_async,
+        model_part="all" if config.peft is None else "trainable",
     )
 
 

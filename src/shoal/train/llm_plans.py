@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shoal.config.llm import CausalLMConfig, LLMConfig, PeftConfig
 from shoal.data.byte_tokenizer import byte_tokenizer
 from shoal.kernels.attention_hf import register_attention
+from shoal.kernels.packable import packable
 from shoal.models.assemble import ModelPlan
 from shoal.models.causal_lm import CausalLM
+from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
-from shoal.train.plans import local_folder
 
 PACKED_ATTENTION = "shoal"
 BYTES = "bytes"
@@ -35,7 +36,8 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
     """What to build: the model by its folder or its fields, adapters, and the loss.
 
     Raises:
-        ValueError: A folder is missing or of an unsupported kind.
+        ValueError: A folder is missing or of an unsupported kind; when the model is built, also a family that
+            cannot be packed.
     """
     assert config.model is not None
     model, loss = config.model, config.loss_fn
@@ -54,6 +56,8 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
             attn_implementation=attention,
             trust_remote_code=model.trust_remote_code,
         )
+        if config.packed_sequence.packed_sequence_size:
+            packable(llm)
         return CausalLM(llm, loss=loss.kind, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
     return ModelPlan(

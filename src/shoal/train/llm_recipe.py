@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,7 @@ from shoal.train.llm_plans import causal_lm_plan, load_llm_tokenizer, precision_
 from shoal.train.modules import ShoalModule
 from shoal.train.recipes import IRRELEVANT_WARNINGS, resolved_steps
 from shoal.train.schedule import WarmupDecay, schedule_of
-from shoal.train.trainer import StepPlanning, World, build_trainer, dp_size_of, launched_world
+from shoal.train.trainer import StepPlanning, build_trainer, dp_size_of, launched_world
 
 
 def run_llm_training(config: LLMConfig, notices: Sequence[Finding] = ()) -> int:
@@ -47,8 +48,9 @@ def run_llm_training(config: LLMConfig, notices: Sequence[Finding] = ()) -> int:
     planning = llm_steps(config, dp_size)
     if world.rank == 0:
         print(resolved_steps(planning, dp_size, notices), flush=True)
-    data = TextData(config, load_llm_tokenizer(config))
-    module = llm_module(config, data)
+    tokenizer = load_llm_tokenizer(config)
+    data = TextData(config, tokenizer)
+    module = llm_module(config, data, tokenizer)
     experiment = llm_experiment(config, world.size)
     trainer = build_trainer(
         trainer_config, world, planning, loggers=experiment.loggers, callbacks=experiment.callbacks
@@ -60,8 +62,8 @@ def run_llm_training(config: LLMConfig, notices: Sequence[Finding] = ()) -> int:
     return 0
 
 
-def llm_module(config: LLMConfig, data: TextData) -> ShoalModule:
-    """The LightningModule of an LLM run."""
+def llm_module(config: LLMConfig, data: TextData, tokenizer: Any = None) -> ShoalModule:
+    """The LightningModule of an LLM run; the tokenizer is saved beside the model."""
     return ShoalModule(
         causal_lm_plan(config),
         config.optimizer,
@@ -70,6 +72,7 @@ def llm_module(config: LLMConfig, data: TextData) -> ShoalModule:
         seed=config.rng.seed,
         sample_rate=None,
         validation_sets=tuple(data.validation),
+        tokenizer=tokenizer,
     )
 
 
@@ -127,6 +130,3 @@ def strategy_section(config: LLMConfig) -> StrategyConfig:
         timeout_seconds=env.timeout_minutes * 60.0,
         ddp=section.options if isinstance(section.options, DDPConfig) else DDPConfig(),
     )
-
-
-__all__ = ["World", "llm_module", "num_steps", "run_llm_training", "strategy_section", "trainer_section"]

@@ -125,13 +125,14 @@ def test_errors_of_other_libraries_keep_their_traceback(
 
 
 @pytest.mark.parametrize("section", ["distributed", "step_scheduler"])
-def test_llm_recipe_is_refused_by_its_rule(
+def test_llm_without_model_and_data_is_refused(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "llm.yaml"
     file.write_text(yaml.safe_dump({section: {}}))
     assert main(["train", str(file)]) == 2
-    assert "[llm-recipe]" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "[llm-model]" in error and "[llm-dataset]" in error
 
 
 def test_one_rank_runs_in_this_process(config_file: Path, started: list[Any]) -> None:

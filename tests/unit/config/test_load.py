@@ -323,5 +323,5 @@ def test_llm_file_of_automodel_loads() -> None:
         "pretrained_model_name_or_path": "a-public/llm",
     }
     config = load_config({"model": model, "distributed": {"strategy": "fsdp2"}}, world_size=8)
-    assert config.model.target == "transformers.AutoModelForCausalLM.from_pretrained"
+    assert config.model.pretrained_model_name_or_path == "a-public/llm" and config.model.config is None
     assert load_config(config.to_dict(), world_size=8) == config

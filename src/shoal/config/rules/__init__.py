@@ -15,7 +15,14 @@ from shoal.config.rules.speech import SPEECH_RULES
 from shoal.config.rules.trainer import TRAINER_RULES
 from shoal.config.speech import SpeechConfig
 
-RULES: tuple[Rule, ...] = (*MESH_RULES, *TRAINER_RULES, *SPEECH_RULES, *EFFECT_RULES, *LLM_RULES, *PENDING_RULES)
+RULES: tuple[Rule, ...] = (
+    *MESH_RULES,
+    *TRAINER_RULES,
+    *SPEECH_RULES,
+    *EFFECT_RULES,
+    *LLM_RULES,
+    *PENDING_RULES,
+)
 
 
 def apply_rules(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.config.facts import Facts
-from shoal.config.rules.base import Broken, Rule
+from shoal.config.rules.base import Broken, Rule, layout_of
 from shoal.config.rules.speech import data_sets
 from shoal.config.schema import FSDP2Config
 from shoal.config.speech import SpeechConfig
+from shoal.config.steps import accumulation
 
 _COSINE = "shoal.train.optim.CosineAnnealing"
 
@@ -78,6 +79,15 @@ def _no_half_parameters(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken("trainer.strategy.distributed_config.mp_policy.param_dtype", "float16", limit)
 
 
+def _static_graph_fits(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
+    if not config.trainer.strategy.ddp.static_graph:
+        return
+    steps = accumulation(config.trainer, layout_of(config, facts.world_size).dp_size)
+    if steps is not None and steps > 1:
+        limit = f"false with {steps} micro-batches per rank and step: torch's static graph cannot skip a reduction"
+        yield Broken("trainer.strategy.static_graph", True, limit)
+
+
 EFFECT_RULES: tuple[Rule, ...] = (
     Rule(
         "warm-up-fits-schedule",
@@ -135,6 +145,19 @@ EFFECT_RULES: tuple[Rule, ...] = (
         _whole_lengths,
         "what a batch costs is what it is padded to",
         "measure_total_length: true",
+    ),
+    Rule(
+        "static-graph-reduces-always",
+        "speech",
+        (
+            "trainer.strategy",
+            "trainer.devices",
+            "trainer.global_micro_batches",
+            "trainer.accumulate_grad_batches",
+        ),
+        _static_graph_fits,
+        "gradients of a step are reduced once, with its last micro-batch",
+        "static_graph: false",
     ),
     Rule(
         "no-half-parameters",

@@ -58,6 +58,19 @@ def _one_attention(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken("model.attn_implementation", model.attn_implementation, limit)
 
 
+def _packs_need_borders(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    model = config.model
+    if model is None or config.packed_sequence.packed_sequence_size == 0:
+        return
+    limit = "auto, or a kernel that is told where documents end"
+    if model.attn_implementation not in ("auto", "shoal", "flash_attention_2"):
+        yield Broken(
+            "model.attn_implementation", model.attn_implementation, f"{limit}: shoal, flash_attention_2"
+        )
+    if model.backend.attn not in ("auto", "flash"):
+        yield Broken("model.backend.attn", model.backend.attn, f"{limit}: flash")
+
+
 def _data_to_train_on(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     if facts.options.to_train and config.dataset is None:
         yield Broken("dataset", None, "a data set to train on", "dataset: {type: chat, path: train.jsonl}")
@@ -184,6 +197,13 @@ LLM_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "llm-attention", ("model",), _one_attention, "one key chooses the kernel", "delete one of the keys"
+    ),
+    _rule(
+        "packing-attention",
+        ("model", "packed_sequence"),
+        _packs_need_borders,
+        "packed documents do not see each other",
+        "attn_implementation: auto",
     ),
     _rule("llm-dataset", ("dataset",), _data_to_train_on, "training needs documents", "add dataset"),
     _rule("text-columns", _DATA_KEYS, _columns_are_known, "a row is read by column", "name the columns"),

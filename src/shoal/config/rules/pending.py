@@ -86,7 +86,6 @@ _LLM = (
     Pending("distributed.options.mp_policy.output_dtype", "an output dtype", (None,)),
     Pending("distributed.options.tp_plan", "an own tensor-parallel plan", (None,)),
     Pending("distributed.pipeline.scale_grads_in_schedule", "scaling in the schedule", (False,)),
-    Pending("checkpoint.is_async", "writing checkpoints in the background", (False,)),
 )
 
 _AXES = (
