@@ -62,6 +62,13 @@ def _window(spec: AttentionSpec) -> list[int]:
     return [reach, 0 if spec.causal else reach]
 
 
+def _operators() -> Any:
+    """Returns torch's operators; they are private, and a test holds their signatures."""
+    from torch.nn.attention import varlen  # noqa: F401  registers them
+
+    return torch.ops.torch_attn
+
+
 class _Flash(torch.autograd.Function):
     """The kernel behind `torch.nn.attention.varlen`, with the gradient of the log-sum-exp that it leaves out."""
 
@@ -77,12 +84,10 @@ class _Flash(torch.autograd.Function):
         max_k: int,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor]:
-        from torch.nn.attention import varlen  # noqa: F401  registers the operators
-
         causal = spec.causal and spec.window is None
         grouped = q.shape[1] != k.shape[1]
         sizes = (cu_q, cu_k, max_q, max_k)
-        out, lse, rng_state = torch.ops.torch_attn._varlen_attn(
+        out, lse, rng_state = _operators()._varlen_attn(
             q, k, v, *sizes, causal, spec.scale, _window(spec), grouped
         )
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, rng_state)
@@ -102,7 +107,7 @@ class _Flash(torch.autograd.Function):
             # A query that sees no key has a log-sum-exp without gradient.
             grad_lse = grad_lse.masked_fill(lse.t().isposinf(), 0.0)
             q, k, v, out, grad_out = with_lse_column(q, k, v, out, grad_out, grad_lse, LSE_COLUMNS)
-        grads = torch.ops.torch_attn._varlen_attn_backward(
+        grads = _operators()._varlen_attn_backward(
             grad_out,
             *(q, k, v, out, lse, cu_q, cu_k, max_q, max_k),
             causal,

@@ -174,6 +174,21 @@ def test_sinks_may_come_after_a_merge() -> None:
     torch.testing.assert_close(apply_sinks(*without, sinks), expected, rtol=0, atol=0)
 
 
+def test_the_fused_operators_are_those_of_torch() -> None:
+    """Their signatures; they are private."""
+    forward, backward = attention_sdpa._fused._schema, attention_sdpa._fused_backward._schema
+    assert str(forward) == (
+        "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, "
+        "float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) "
+        "-> (Tensor output, Tensor logsumexp)"
+    )
+    assert str(backward) == (
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, "
+        "Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, "
+        "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    )
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_window_costs_no_square_of_scores(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4,096 tokens and a window of 64 no mask exceeds 64 x 127 numbers."""
