@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.config.llm import CompileConfig
 from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
 from shoal.data.batch import StepBatch
 from shoal.data.position import StreamPosition
@@ -43,8 +44,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: the same for every layout it is compared under."""
+    """What is trained: the same for every layout it is compared under.
 
+    `build` and `draw` are functions of a module, so that ranks find them: the trainable module of a case, and its
+    micro-batches of a step. The defaults are a speech language model and ragged speech.
+    """
+
+    build: Callable[[Case], nn.Module] | None = None
+    draw: Callable[[Case, int], list[dict[str, Any]]] | None = None
+    family: str = "llama"
+    compile: CompileConfig | None = None
     encoder: str = "whisper"
     dtype: torch.dtype = torch.float64
     num_micro_batches: int = 5
@@ -73,32 +82,37 @@ class Record:
 def plan_of(case: Case, layout: Layout | None = None) -> ModelPlan:
     """The model of a case; initial values come from the seed and the parameter names."""
 
-    def build() -> nn.Module:
-        from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig
-        from shoal.speech.perception import AudioPerception
-        from shoal.speech.salm import SALM
-
-        stacked = ModalityAdapterConfig(stack_frames=4 if case.encoder == "whisper" else 1)
-        encoder = tiny_encoder(case.encoder)  # type: ignore[arg-type]
-        llm = tiny_llama(tie_word_embeddings=case.tied, attention_dropout=case.dropout)
-        perception = AudioPerception(
-            encoder, None, PerceptionConfig(modality_adapter=stacked), llm.config.hidden_size
-        )
-        return SALM(llm, perception, placeholder_id=PLACEHOLDER)
-
     return ModelPlan(
-        build,
-        perception="perception",
+        lambda: (case.build or speech_model)(case),
+        perception="perception" if case.build is None else None,
         lora=case.lora,
         freeze=case.freeze,
         checkpoint_llm=layout is not None and layout.checkpoint_llm,
         checkpoint_perception=layout is not None and layout.checkpoint_perception,
+        compile=case.compile if layout is not None else None,
         seed=7,
     )
 
 
+def speech_model(case: Case) -> nn.Module:
+    """A tiny SALM."""
+    from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig
+    from shoal.speech.perception import AudioPerception
+    from shoal.speech.salm import SALM
+
+    stacked = ModalityAdapterConfig(stack_frames=4 if case.encoder == "whisper" else 1)
+    encoder = tiny_encoder(case.encoder)  # type: ignore[arg-type]
+    llm = tiny_llama(tie_word_embeddings=case.tied, attention_dropout=case.dropout)
+    perception = AudioPerception(
+        encoder, None, PerceptionConfig(modality_adapter=stacked), llm.config.hidden_size
+    )
+    return SALM(llm, perception, placeholder_id=PLACEHOLDER)
+
+
 def micro_batches_of(case: Case, step: int) -> list[dict[str, Any]]:
     """The global micro-batches of a step: ragged, some without audio, some without a supervised token."""
+    if case.draw is not None:
+        return case.draw(case, step)
     batches = ragged_micro_batches(case.num_micro_batches, seed=100 + step, without_audio=case.without_audio)
     for index in case.unsupervised:
         batches[index]["loss_mask"] = torch.zeros_like(batches[index]["loss_mask"])
