@@ -40,7 +40,9 @@ CASES = {
     ),
     "tied": Case(tied=True),
     # Of attention probabilities and of LoRA's input; the encoder has none.
-    "dropout": Case(dropout=0.2, lora={"r": 4, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]}),
+    "dropout": Case(
+        dropout=0.2, lora={"r": 4, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]}
+    ),
     "one-rank-unsupervised": Case(num_micro_batches=4, unsupervised=(1, 3)),
     "fp32-sgd": Case(dtype=torch.float32, optimizer="sgd"),
 }

@@ -53,6 +53,7 @@ def _cosine(**keys: Any) -> dict[str, Any]:
     return {"model": {"lr_scheduler": {"_target_": "nemo.core.optim.lr_scheduler.CosineAnnealing", **keys}}}
 
 
+_DDP = "lightning.pytorch.strategies.DDPStrategy"
 _DEV = {"cuts_path": "dev.jsonl", "batch_size": 1}
 _SOURCE = {"type": "lhotse_as_conversation", "cuts_path": "a.jsonl"}
 
@@ -118,6 +119,12 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
     ),
     ("one-sample-rate", "speech", None, {"data": {"validation_ds": {**_DEV, "sample_rate": 8000}}}),
     ("whole-lengths", "speech", None, _train(measure_total_length=False)),
+    (
+        "static-graph-reduces-always",
+        "speech",
+        2,
+        {"trainer": {"strategy": {"_target_": _DDP, "static_graph": True}, "accumulate_grad_batches": 2}},
+    ),
     ("no-half-parameters", "speech", 2, _mesh(distributed_config={"mp_policy": {"param_dtype": "float16"}})),
     ("length-range", "speech", None, _train(min_duration=3.0, max_duration=2.0)),
     (
