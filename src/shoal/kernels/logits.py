@@ -1,9 +1,12 @@
-"""What a model does to its head's product before the softmax, read from its transformers configuration."""
+"""A model's head, and what is done to its product before the softmax."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
 
 # Model types by the attribute whose value multiplies, divides or bounds the logits. The same name means
 # opposite things in different families (`logits_scaling`), so a type that is not listed is refused.
@@ -20,6 +23,7 @@ _DIVIDED = {
         "granitemoe_swa",
         "granitemoehybrid",
         "granitemoeshared",
+        "minicpm3",
     ),
 }
 _BOUNDED = {
@@ -34,6 +38,7 @@ _BOUNDED = {
     ),
     "logits_soft_cap": ("recurrent_gemma",),
 }
+_TABLES = (_MULTIPLIED, _DIVIDED, _BOUNDED)
 _SUSPICIOUS = re.compile(r"logits?_?.*(scal|cap|mult)|lm_head_.*(scal|mult)|(scal|cap|mult).*_logits?$")
 _OF_ROUTERS = re.compile(r"router|attn|attention|gate|expert")
 
@@ -61,9 +66,10 @@ def logit_transforms(config: Any) -> dict[str, float]:
             known.add(attribute)
             if value is not None:
                 found[key] = 1.0 / float(value) if table is _DIVIDED else float(value)
+    properties = {name: getattr(text, name, None) for table in _TABLES for name in table}
     unknown = {
         name: value
-        for name, value in text.to_dict().items()
+        for name, value in {**text.to_dict(), **properties}.items()
         if name not in known
         and _SUSPICIOUS.search(name)
         and not _OF_ROUTERS.search(name)
@@ -77,3 +83,31 @@ def logit_transforms(config: Any) -> dict[str, float]:
             "use the model's own loss, or add the family to shoal/kernels/logits.py"
         )
     return found
+
+
+def linear_head(model: PreTrainedModel) -> nn.Linear:
+    """Returns the head of a causal language model whose logits are one product of its last hidden states.
+
+    With it and `logit_transforms`, `token_losses` of `model.base_model`'s last hidden states is the model's loss.
+
+    Args:
+        model: A causal language model of transformers, before or after sharding, without an adapter on its head.
+
+    Raises:
+        ValueError: The head is something else, or the model has no backbone of its own to take hidden states from.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    name = type(model).__name__
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"the head of {name} is {type(head).__name__} and no plain linear layer; use the full loss"
+        )
+    backbone = model.base_model
+    if backbone is model:
+        raise ValueError(
+            f"{name} does not name its backbone, which would give hidden states; use the full loss"
+        )
+    for child_name, child in model.named_children():
+        if child is not head and child is not backbone and next(child.parameters(), None) is not None:
+            raise ValueError(f"{name} has {child_name} besides its backbone and its head; use the full loss")
+    return head
