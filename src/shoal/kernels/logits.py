@@ -78,10 +78,7 @@ def logit_transforms(config: Any) -> dict[str, float]:
         and value != 1
     }
     if unknown:
-        raise ValueError(
-            f"model type {text.model_type}: it is not known what {unknown} does to the logits; "
-            "use the model's own loss, or add the family to shoal/kernels/logits.py"
-        )
+        raise ValueError(f"model type {text.model_type}: it is not known what {unknown} does to the logits")
     return found
 
 
@@ -99,15 +96,11 @@ def linear_head(model: PreTrainedModel) -> nn.Linear:
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     name = type(model).__name__
     if type(head) is not nn.Linear:
-        raise ValueError(
-            f"the head of {name} is {type(head).__name__} and no plain linear layer; use the full loss"
-        )
+        raise ValueError(f"the head of {name} is {type(head).__name__} and no plain linear layer")
     backbone = model.base_model
     if backbone is model:
-        raise ValueError(
-            f"{name} does not name its backbone, which would give hidden states; use the full loss"
-        )
+        raise ValueError(f"{name} does not name its backbone, which would give hidden states")
     for child_name, child in model.named_children():
         if child is not head and child is not backbone and next(child.parameters(), None) is not None:
-            raise ValueError(f"{name} has {child_name} besides its backbone and its head; use the full loss")
+            raise ValueError(f"{name} has {child_name} besides its backbone and its head")
     return head

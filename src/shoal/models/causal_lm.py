@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shoal.kernels.logits import logit_transforms
+from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 
 IGNORE = -100
@@ -48,13 +48,13 @@ class CausalLM(nn.Module):
         self._chunked = loss == "chunked"
         self._smoothing, self._z_loss = label_smoothing, z_loss
         self._arguments = frozenset(inspect.signature(llm.forward).parameters)
-        self._transforms: dict[str, Any] = dict(logit_transforms(llm.config)) if self._chunked else {}
-        head = llm.get_output_embeddings()  # type: ignore[no-untyped-call]
-        if self._chunked and not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"loss_fn.kind = 'chunked': the head of {type(llm).__name__} is not a plain linear layer; "
-                "repair: loss_fn.kind=full"
-            )
+        self._transforms: dict[str, Any] = {}
+        if self._chunked:
+            try:
+                linear_head(llm)
+                self._transforms |= logit_transforms(llm.config)
+            except ValueError as error:
+                raise ValueError(f"loss_fn.kind = 'chunked': {error}; repair: loss_fn.kind=full") from None
 
     def forward(self, micro_batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Runs one micro-batch.

@@ -77,7 +77,9 @@ def test_reads_both_arguments_from_the_text_part_of_a_composite_configuration() 
 )
 def test_refuses_a_transform_it_does_not_know_for_the_family(model_type: str, attribute: str) -> None:
     config = CONFIG_MAPPING[model_type](**{attribute: 30.0})
-    with pytest.raises(ValueError, match=rf"model type {model_type}: .*{attribute}.*own loss"):
+    with pytest.raises(
+        ValueError, match=rf"model type {model_type}: .*not known what .*{attribute}.* does to the logits"
+    ):
         logit_transforms(config)
     assert logit_transforms(CONFIG_MAPPING[model_type](**{attribute: 1.0})) == {}
     assert logit_transforms(CONFIG_MAPPING[model_type](**{attribute: None})) == {}
