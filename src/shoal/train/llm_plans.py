@@ -69,8 +69,11 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
     )
 
 
-def attention_name(config: LLMConfig) -> str:
-    """transformers' name of the attention: as given; automatic is ours for packs and sdpa for rows."""
+def attention_name(config: LLMConfig) -> str | None:
+    """transformers' name of the attention: as given; automatic is ours for packs.
+
+    For rows it is None, transformers' own choice: sdpa, or eager for the families that have none.
+    """
     assert config.model is not None
     model = config.model
     chosen = model.attn_implementation
@@ -78,7 +81,7 @@ def attention_name(config: LLMConfig) -> str:
         return _ATTENTION[model.backend.attn]
     if chosen != "auto":
         return chosen
-    return PACKED_ATTENTION if config.packed_sequence.packed_sequence_size else "sdpa"
+    return PACKED_ATTENTION if config.packed_sequence.packed_sequence_size else None
 
 
 def lora_arguments(peft: PeftConfig) -> dict[str, Any]:
