@@ -74,8 +74,9 @@ def _download(source: Source, archives: Path) -> Path:
 
 def _find_archive(source: Source, archives: Path) -> Path | None:
     if source.kind == "apt":
-        pattern = f"{source.name}_*.deb"
-    elif source.kind == "wheel":
+        found = (archives.glob(f"{name}_*.deb") for name in (source.name, *source.other_names))
+        return max((archive for group in found for archive in group), default=None)
+    if source.kind == "wheel":
         pattern = f"{source.name.replace('-', '_')}-{source.version}-*.whl"
     else:
         pattern = f"{source.name}-{source.version}.tar.gz"
@@ -84,8 +85,8 @@ def _find_archive(source: Source, archives: Path) -> Path | None:
 
 def _apt_download(source: Source, archives: Path) -> None:
     """`apt-get download`, with package lists of our own when the system has none (a fresh container)."""
-    first = _run_apt(["download", source.name], archives, options=[])
-    if first.returncode == 0:
+    errors = _try_names(source, archives, options=[])
+    if errors is None:
         return
     options = _private_apt_options(archives / "apt")
     if not any((archives / "apt" / "state" / "lists").glob("*Packages*")):
@@ -95,12 +96,22 @@ def _apt_download(source: Source, archives: Path) -> None:
             raise FetchError(
                 f"apt-get update failed, so {source.name} cannot be had:\n{update.stderr.strip()}"
             )
-    second = _run_apt(["download", source.name], archives, options)
-    if second.returncode != 0:
+    errors = _try_names(source, archives, options)
+    if errors is not None:
         raise FetchError(
-            f"apt-get cannot download {source.name} {source.version} ({source.content}):\n"
-            f"{second.stderr.strip() or first.stderr.strip()}"
+            f"apt-get cannot download {source.name} {source.version} ({source.content}):\n{errors}"
         )
+
+
+def _try_names(source: Source, archives: Path, options: list[str]) -> str | None:
+    """Download under the first name that apt knows; None, or what apt said when it knows none."""
+    errors = []
+    for name in (source.name, *source.other_names):
+        done = _run_apt(["download", name], archives, options)
+        if done.returncode == 0:
+            return None
+        errors.append(done.stderr.strip())
+    return "\n".join(errors)
 
 
 def _private_apt_options(root: Path) -> list[str]:

@@ -44,22 +44,30 @@ def decode_g722(path: Path) -> NDArray[np.int16]:
     return np.concatenate(frames) if frames else np.zeros(0, dtype=np.int16)
 
 
+def stored_clip(folder: Path, clip_id: str, words: str, speaker: str) -> Clip | None:
+    """The clip as an earlier run left it under `folder`, or None."""
+    path = folder / f"{clip_id}.flac"
+    return Clip(clip_id, path, words, speaker, soundfile.info(path).duration) if path.exists() else None
+
+
 def store_clip(folder: Path, clip_id: str, samples: NDArray[np.int16], words: str, speaker: str) -> Clip:
     """Write `samples` int16 [T] as FLAC under `folder`, by way of a rename so that no half file remains."""
     path = folder / f"{clip_id}.flac"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        soundfile.write(partial, samples, SAMPLE_RATE, format="FLAC")
-        partial.replace(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    soundfile.write(partial, samples, SAMPLE_RATE, format="FLAC")
+    partial.replace(path)
     return Clip(clip_id, path, words, speaker, len(samples) / SAMPLE_RATE)
 
 
 def at_speed(folder: Path, clip: Clip, speed: float) -> Clip:
     """The clip played `speed` times as fast, pitch included, as a clip of its own."""
+    name = f"{clip.id}-x{speed}"
+    if (stored := stored_clip(folder, name, clip.words, clip.speaker)) is not None:
+        return stored
     recording = Recording.from_file(clip.path).perturb_speed(speed)
     samples = np.clip(recording.load_audio()[0] * 32768, -32768, 32767).astype(np.int16)
-    return store_clip(folder, f"{clip.id}-x{speed}", samples, clip.words, clip.speaker)
+    return store_clip(folder, name, samples, clip.words, clip.speaker)
 
 
 def synthesize(unpacked: Path, words: str, voice: Voice, path: Path) -> NDArray[np.int16]:

