@@ -84,14 +84,19 @@ def restore_path(config: CheckpointConfig, folder: Path) -> Path | None:
 
 
 class SaveEveryEpoch(pl.Callback):
-    """Saves at the end of every epoch; only the newest such checkpoint is kept beside the periodic ones."""
+    """Saves at the end of every epoch but the last, whose end is saved anyway.
+
+    Only the newest such checkpoint is kept beside the periodic ones.
+    """
 
     def __init__(self, saving: ModelCheckpoint) -> None:
         self._saving = saving
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._saving.save_now(trainer)
+        stops = 0 < trainer.max_steps <= trainer.global_step
+        if not stops and trainer.current_epoch + 1 != trainer.max_epochs:
+            self._saving.save_now(trainer)
 
 
 class ValidationHistory(pl.Callback):
