@@ -60,8 +60,8 @@ DISTRIBUTED_STRATEGIES: Mapping[str, str] = {
 
 TARGETS: Mapping[str, str] = {
     "nemo.core.optim.lr_scheduler.CosineAnnealing": "shoal.train.optim.CosineAnnealing",
-    "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained": "transformers.AutoModelForCausalLM.from_pretrained",
-    "nemo_automodel.NeMoAutoModelForCausalLM.from_config": "transformers.AutoModelForCausalLM.from_config",
+    "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained": "shoal.models.auto.AutoModelForCausalLM.from_pretrained",
+    "nemo_automodel.NeMoAutoModelForCausalLM.from_config": "shoal.models.auto.AutoModelForCausalLM.from_config",
 }
 
 PERCEPTION_TARGETS = frozenset(

@@ -131,12 +131,16 @@ class PeftConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """torch.compile of each block."""
+    """torch.compile of each transformer layer; the keys are torch's.
+
+    backend None is inductor. dynamic None compiles the second size of a dimension for all sizes; false compiles
+    each anew, and torch gives up after a few, so it suits packs and fixed lengths only.
+    """
 
     enabled: bool = False
     mode: str = "default"
     fullgraph: bool = False
-    dynamic: bool = False
+    dynamic: bool | None = None
     backend: str | None = None
 
 

@@ -139,9 +139,6 @@ PENDING = {key.rpartition(".")[2] for rule in PENDING_RULES for key in rule.keys
 BY_THE_RULES = {
     "RngConfig.ranked": "false is refused",
     "LLMConfig.ci": "noted",
-    "CompileConfig.mode": "refused with compile",
-    "CompileConfig.fullgraph": "refused with compile",
-    "CompileConfig.dynamic": "refused with compile",
 }
 
 

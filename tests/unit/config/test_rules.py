@@ -223,7 +223,7 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         None,
         _mesh(distributed_config={"mp_policy": {"output_dtype": "float32"}}),
     ),
-    ("not-yet-compile-enabled", "llm", None, {"compile": {"enabled": True}}),
+    ("compile-mode-needs-inductor", "llm", None, {"compile": {"backend": "aot_eager", "mode": "max-autotune"}}),
     ("not-yet-distributed-options-tp-plan", "llm", None, _distributed(tp_plan={"a": "colwise"})),
     (
         "not-yet-distributed-pipeline-scale-grads-in-schedule",

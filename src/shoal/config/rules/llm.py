@@ -191,6 +191,12 @@ def _rule(
 
 _DATA_KEYS = ("dataset", "validation_datasets")
 
+def _modes_are_inductors(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    section = config.compile
+    if section.backend not in (None, "inductor") and section.mode != "default":
+        yield Broken("compile.mode", section.mode, f"default with compile.backend = {section.backend}")
+
+
 LLM_RULES: tuple[Rule, ...] = (
     _rule(
         "llm-model", ("model",), _one_model_source, "weights or an architecture to start from", "name a model"
@@ -253,5 +259,13 @@ LLM_RULES: tuple[Rule, ...] = (
         _batch_divides,
         "a step is a whole number of micro-batches on every rank",
         "use a multiple",
+    ),
+    Rule(
+        "compile-mode-needs-inductor",
+        "llm",
+        ("compile",),
+        _modes_are_inductors,
+        "other backends have no modes",
+        "compile.mode: default",
     ),
 )

@@ -73,7 +73,6 @@ _SPEECH = (
 
 _LLM = (
     Pending("distributed.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
-    Pending("compile.enabled", "torch.compile", (False,)),
     Pending("model.backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash")),
     Pending("model.backend.linear", "this linear layer", ("torch",)),
     Pending("model.backend.rms_norm", "this norm kernel", ("torch", "torch_fp32")),

@@ -1,0 +1,20 @@
+"""The compile section reaches the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.config import LLMConfig, load_config
+from shoal.train.llm_plans import causal_lm_plan
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "llm" / "pretrain_tiny.yaml"
+
+
+def test_enabled_says_whether_layers_are_compiled() -> None:
+    overrides = ["compile.enabled=true", "compile.backend=aot_eager", "compile.dynamic=true"]
+    on, off = (load_config(EXAMPLE, given, world_size=1) for given in (overrides, overrides[1:]))
+    assert isinstance(on, LLMConfig) and isinstance(off, LLMConfig)
+    assert causal_lm_plan(off).compile is None
+    plan = causal_lm_plan(on)
+    assert plan.compile is not None
+    assert (plan.compile.backend, plan.compile.dynamic) == ("aot_eager", True)
