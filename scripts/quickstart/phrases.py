@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from transcripts import number_words, words
@@ -52,21 +52,14 @@ def make_phrases(
         (walk, 0.38),
         (english, 0.30),
     )
-    phrases: dict[str, None] = {}
+    functions, weights = zip(*makers, strict=True)
     refused = set(reserved)
-    for maker in _draw(rng, makers):
-        phrase = maker(rng)
+    phrases: dict[str, None] = {}
+    while len(phrases) < count:
+        phrase = rng.choices(functions, weights)[0](rng)
         if phrase not in refused and 0 < len(phrase.split()) <= _MAX_WORDS:
             phrases[phrase] = None
-        if len(phrases) == count:
-            return list(phrases)
-    raise AssertionError("unreachable: the draw never ends")
-
-
-def _draw(rng: random.Random, makers: Sequence[tuple[Maker, float]]) -> Iterator[Maker]:
-    functions, weights = zip(*makers, strict=True)
-    while True:
-        yield rng.choices(functions, weights)[0]
+    return list(phrases)
 
 
 def _cardinal(rng: random.Random) -> str:
