@@ -1,10 +1,12 @@
 """From a finished run to a word error rate through the command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from shoal.cli import main
 from shoal.config import SpeechConfig, load_config
@@ -59,3 +61,21 @@ def test_the_command_answers_with_the_trained_weights(run: Path, capsys: pytest.
         [normalise(row["text"]) for row in rows], [normalise(row["pred_text"]) for row in rows]
     )
     assert f"WER  {errors}" in capsys.readouterr().out
+
+
+def test_how_a_run_was_trained_does_not_decide_whether_it_opens(run: Path, tmp_path: Path) -> None:
+    """Precision, a long warm-up, the user's own optimizer and allowed commands belong to the training alone."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    saved = yaml.safe_load((copy / "config.yaml").read_text())
+    saved["model"] |= {"torch_dtype": "bfloat16", "optimizer": {"_target_": "my_optimizers.Mine", "lr": 1}}
+    saved["model"]["lr_scheduler"]["warmup_steps"] = 10_000
+    saved["trainer"] |= {"precision": "bf16-true", "accelerator": "gpu", "devices": 8}
+    saved["data"]["train_ds"]["input_cfg"] = [{"type": "nemo", "manifest_filepath": "pipe:ssh there cat a"}]
+    (copy / "config.yaml").write_text(yaml.safe_dump(saved))
+    model, expected = load_trained(copy)[0], load_trained(run)[0]
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    (copy / "config.yaml").write_text("distributed: {}\n")
+    with pytest.raises(ValueError, match="not the configuration of a speech run"):
+        load_trained(copy)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from shoal.checkpoint.store import CHECKPOINTS, CheckpointStore
-from shoal.config import SpeechConfig, load_config
+from shoal.config import LoadOptions, SpeechConfig, load_config
 from shoal.models.assemble import Numerics, assemble
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
@@ -29,12 +30,7 @@ def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]
         ValueError: No complete checkpoint, or no configuration beside it.
     """
     checkpoint, file = _checkpoint_of(Path(path))
-    # How the run was spread over devices says nothing about this process; only model and data count here.
-    saved = {
-        **yaml.safe_load(file.read_text()),
-        "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1},
-    }
-    config = load_config(saved, world_size=1)
+    config = load_config(_without_training(file), world_size=1, options=LoadOptions(allow_commands=True))
     assert isinstance(config, SpeechConfig)
     prompts = prompts_of(config.model)
     data = config.data.train_ds
@@ -44,6 +40,20 @@ def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]
     load_weights(model, checkpoint)
     assert isinstance(model, SALM)
     return model.eval(), prompts, config
+
+
+def _without_training(file: Path) -> dict[str, Any]:
+    """The saved configuration as far as it describes the model and its data, on one CPU.
+
+    How the run was trained (devices, precision, optimizers of the user's own modules, loggers) says nothing about this
+    process; its rules must not refuse it here. Nothing of the data is opened either.
+    """
+    saved = yaml.safe_load(file.read_text())
+    if "data" not in saved:
+        raise ValueError(f"{str(file)!r}: not the configuration of a speech run")
+    training = {"optimizer": {"_target_": "torch.optim.AdamW"}, "lr_scheduler": None, "torch_dtype": None}
+    trainer = {"accelerator": "cpu", "devices": 1, "max_steps": 1}
+    return {"model": {**saved["model"], **training}, "trainer": trainer, "data": saved["data"]}
 
 
 def _checkpoint_of(path: Path) -> tuple[Path, Path]:

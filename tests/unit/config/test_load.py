@@ -248,7 +248,10 @@ def test_arguments_of_evaluation() -> None:
 
 _STRATEGIES = st.one_of(
     st.fixed_dictionaries(
-        {"_target_": st.just("lightning.pytorch.strategies.DDPStrategy"), "static_graph": st.booleans()}
+        {
+            "_target_": st.just("lightning.pytorch.strategies.DDPStrategy"),
+            "gradient_as_bucket_view": st.booleans(),
+        }
     ),
     st.fixed_dictionaries(
         {

@@ -17,7 +17,7 @@ from shoal.config import (
     parse_distributed_section,
     support_matrix,
 )
-from shoal.config.rules import RULES
+from shoal.config.rules import RULES, effect
 from tests.unit.config.bad_configs import BAD_CONFIGS
 from tests.unit.config.base import base, merged
 
@@ -125,6 +125,8 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         2,
         {"trainer": {"strategy": {"_target_": _DDP, "static_graph": True}, "accumulate_grad_batches": 2}},
     ),
+    ("backend-fits-device", "speech", 2, _mesh(process_group_backend="nccl")),
+    ("files-exist", "speech", None, {"exp_manager": {"files_to_copy": ["absent.txt"]}}),
     ("no-half-parameters", "speech", 2, _mesh(distributed_config={"mp_policy": {"param_dtype": "float16"}})),
     ("length-range", "speech", None, _train(min_duration=3.0, max_duration=2.0)),
     (
@@ -223,7 +225,12 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         None,
         _mesh(distributed_config={"mp_policy": {"output_dtype": "float32"}}),
     ),
-    ("compile-mode-needs-inductor", "llm", None, {"compile": {"backend": "aot_eager", "mode": "max-autotune"}}),
+    (
+        "compile-mode-needs-inductor",
+        "llm",
+        None,
+        {"compile": {"backend": "aot_eager", "mode": "max-autotune"}},
+    ),
     ("not-yet-distributed-options-tp-plan", "llm", None, _distributed(tp_plan={"a": "colwise"})),
     (
         "not-yet-distributed-pipeline-scale-grads-in-schedule",
@@ -308,6 +315,9 @@ NOTICES: tuple[tuple[str, int | None, dict[str, Any]], ...] = (
 )
 
 
+TO_TRAIN = ("llm-dataset", "llm-backend", "backend-fits-device", "files-exist")
+
+
 def _case_id(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
@@ -324,9 +334,7 @@ def test_rule_refuses(
     if recipe == "llm":
         model = {"_target_": _MODEL, "pretrained_model_name_or_path": str(tmp_path / "llm")}
         data = merged({"model": model}, json.loads(text))
-    options = LoadOptions(
-        accelerators=0, strict_topology=True, to_train=rule in ("llm-dataset", "llm-backend")
-    )
+    options = LoadOptions(accelerators=0, strict_topology=True, to_train=rule in TO_TRAIN)
     with pytest.raises(ConfigError) as caught:
         load_config(data if recipe == "llm" else json.loads(text), world_size=world, options=options)
     assert rule in {finding.rule for finding in caught.value.findings}, str(caught.value)
@@ -348,6 +356,20 @@ def test_devices_beyond_the_machine() -> None:
         load_config(data, options=LoadOptions(accelerators=2))
 
 
+def test_a_logger_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = merged(
+        base("speech"), {"exp_manager": {"create_wandb_logger": True, "create_tensorboard_logger": True}}
+    )
+    missing = {"wandb"}
+    monkeypatch.setattr(effect, "find_spec", lambda name: None if name in missing else name)
+    with pytest.raises(ConfigError) as caught:
+        load_config(data, options=LoadOptions(to_train=True))
+    assert [finding.key for finding in caught.value.findings] == ["exp_manager.create_wandb_logger"]
+    load_config(data)  # to evaluate, say
+    missing.clear()
+    load_config(data, options=LoadOptions(to_train=True))
+
+
 def test_every_rule_is_broken_somewhere() -> None:
     blocks = (Path(__file__).parent / "documented_blocks").glob("*.yaml")
     documented = {rule for block in blocks for rule in yaml.safe_load(block.read_text())["refused"]}
@@ -360,7 +382,8 @@ def test_every_rule_is_broken_somewhere() -> None:
         "pp-fits-layers",
     }  # case 59
     # A misspelt mode can reach the rules from Python only: the loader refuses its type.
-    elsewhere = {"devices-exist", "activation-checkpointing-mode", "ci-section"}  # the last in test_llm.py
+    elsewhere = {"devices-exist", "logger-installed", "activation-checkpointing-mode"}
+    elsewhere |= {"ci-section"}  # in test_llm.py
     covered = documented | tabled | model_shape | elsewhere
     assert {rule.id for rule in RULES} - covered == set()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from shoal.config.facts import Facts
 from shoal.config.rules.base import Broken, Rule, layout_of
@@ -88,6 +90,33 @@ def _static_graph_fits(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken("trainer.strategy.static_graph", True, limit)
 
 
+def _backend_fits_device(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
+    trainer = config.trainer
+    on_cpu = trainer.accelerator == "cpu" or facts.accelerators == 0
+    if facts.options.to_train and trainer.strategy.process_group_backend == "nccl" and on_cpu:
+        yield Broken("trainer.strategy.process_group_backend", "nccl", "gloo or absent for a run on CPU")
+
+
+def _loggers_installed(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
+    if config.exp_manager is None or not facts.options.to_train:
+        return
+    for package in ("wandb", "mlflow", "tensorboard"):
+        name = f"create_{package}_logger"
+        if getattr(config.exp_manager, name) and find_spec(package) is None:
+            repair = f"pip install {package}, or {name}: false"
+            yield Broken(
+                f"exp_manager.{name}", True, f"false: the package {package} is not installed", repair
+            )
+
+
+def _files_exist(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
+    if config.exp_manager is None or not facts.options.to_train:
+        return
+    for index, file in enumerate(config.exp_manager.files_to_copy):
+        if not Path(file).is_file():
+            yield Broken(f"exp_manager.files_to_copy.{index}", file, "a file that exists")
+
+
 EFFECT_RULES: tuple[Rule, ...] = (
     Rule(
         "warm-up-fits-schedule",
@@ -158,6 +187,30 @@ EFFECT_RULES: tuple[Rule, ...] = (
         _static_graph_fits,
         "gradients of a step are reduced once, with its last micro-batch",
         "static_graph: false",
+    ),
+    Rule(
+        "backend-fits-device",
+        "speech",
+        ("trainer.strategy", "trainer.accelerator"),
+        _backend_fits_device,
+        "nccl connects GPUs",
+        "process_group_backend: gloo",
+    ),
+    Rule(
+        "logger-installed",
+        "speech",
+        ("exp_manager",),
+        _loggers_installed,
+        "a logger that is missing would lose the run's record",
+        "install it",
+    ),
+    Rule(
+        "files-exist",
+        "speech",
+        ("exp_manager",),
+        _files_exist,
+        "a file that is named is kept with the run",
+        "correct the path",
     ),
     Rule(
         "no-half-parameters",
