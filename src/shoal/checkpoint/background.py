@@ -1,8 +1,9 @@
 """Saving while training goes on.
 
-The step waits only for a copy of its state in memory. Writing, the agreement between ranks and the publication of
-the directory happen in one thread per rank, on a process group of their own, because collectives of the training
-must not meet them. There is one save at a time: the next one waits for it. A failure is raised, on every rank, by the
+The state is copied in memory while the next step computes its gradients; the optimizer waits for the copy before it
+changes anything. Writing, the agreement between ranks and the publication of the directory happen in one thread per
+rank, on a process group of their own, because collectives of the training must not meet them. There is one save at a
+time: the next one waits for it. A failure is raised, on every rank, by the
 next `save` or by `wait`; nothing that failed is ever visible as a checkpoint.
 """
 
@@ -25,9 +26,10 @@ from shoal.checkpoint.snapshot import (
     SaveOptions,
     SchedulerLike,
     Snapshot,
-    Staging,
+    listed,
     take_snapshot,
 )
+from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.state import manifest_of
 from shoal.checkpoint.store import CheckpointError, CheckpointStore
 from shoal.checkpoint.writing import write_snapshot
@@ -65,7 +67,8 @@ class BackgroundSaver:
     ) -> None:
         """Start to save what `save_state` would save; arguments as there. Every rank calls it.
 
-        Returns when the state has been copied; the caller may change it then.
+        The optimizers must be the ones that change the state: their next step waits for the copy. Whoever changes
+        parameters in another way calls `wait` first.
 
         Raises:
             CheckpointError: on every rank, when the previous save failed; this one is not started then.
@@ -85,7 +88,7 @@ class BackgroundSaver:
                 options=options,
                 tokenizer=tokenizer,
             )
-            snapshot = self._staging.copy(taken)
+            snapshot = self._staging.begin(taken, listed(optimizer))
         except Exception as error:  # the peers are told by the thread, which is where they wait
             failure = error
         self.path = path
@@ -112,6 +115,7 @@ class BackgroundSaver:
             if snapshot is None:
                 assert failure is not None
                 raise failure
+            self._staging.fill()
             return snapshot
 
         try:

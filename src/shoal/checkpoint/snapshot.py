@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -64,37 +62,6 @@ class Snapshot:
     shared: dict[str, Any]
     rng: RandomState
     tokenizer: Any = None
-
-
-@dataclass
-class Staging:
-    """Copies of tensors on the CPU, in memory that is allocated once and used again at every save."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with every tensor copied to the CPU; training may go on when this returns."""
-        wanted = {f"model/{k}": v for k, v in snapshot.model.items()} | snapshot.optimizer
-        copies = {key: self._copy_tensor(key, tensor) for key, tensor in wanted.items()}
-        for key in self.buffers.keys() - wanted.keys():
-            del self.buffers[key]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().synchronize()
-        model = {name: copies[f"model/{name}"] for name in snapshot.model}
-        return replace(snapshot, model=model, optimizer={key: copies[key] for key in snapshot.optimizer})
-
-    def _copy_tensor(self, key: str, tensor: Tensor) -> Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        buffer = self.buffers.get(key)
-        if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):
-            pinned = local.is_cuda
-            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
-            self.buffers[key] = buffer
-        buffer.copy_(local.detach(), non_blocking=True)
-        if not isinstance(tensor, DTensor):
-            return buffer
-        # Not `from_local`, which would move the copy back to the mesh's device.
-        return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def take_snapshot(

@@ -21,11 +21,11 @@ from shoal.checkpoint.consolidate import SCRIPT_NAME, consolidate
 from shoal.checkpoint.export import ExportOptions
 from shoal.checkpoint.snapshot import SaveOptions
 from shoal.checkpoint.state import load_state, save_state
-from shoal.checkpoint.store import CheckpointError, CheckpointStore
+from shoal.checkpoint.store import CheckpointError
 from shoal.cli import main
 from tests.families import tiny_lm
 from tests.unit.checkpoint.models import LAYOUTS, build, parameters_of, read_folder, save_source, unequal
-from tests.zygote import RankRunner
+from tests.zygote import ROOT, RankRunner
 
 SHARDED, TORCH = SaveOptions(model_format="safetensors"), SaveOptions(model_format="torch_save")
 
@@ -203,10 +203,12 @@ def save_large(rank: int, world: int, path: Path, model_format: str) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def export_measured(rank: int, world: int, path: Path, output: Path) -> int:
+def export_measured(path: Path, output: Path) -> int:
     assert not dist.is_initialized()
     options = ExportOptions(max_shard_bytes=SHARD_BYTES)
-    consolidate(path, output.with_name("warm-up"), options)  # imports, thread stacks, allocator arenas
+    # Imports and thread stacks, on a model so small that it leaves no memory behind that could be used again.
+    save_state(path.with_name("small"), model=tiny_lm("llama"), step=0)
+    consolidate(path.with_name("small"), output.with_name("warm-up"), options)
     peak = Peak()
     peak.start()
     consolidate(path, output, options)
@@ -219,9 +221,15 @@ def test_exporting_holds_one_file_and_a_tensor_in_memory(
 ) -> None:
     path = tmp_path / "step=1"
     size = ranks(save_large, 1, path, model_format, init=False)[0]
-    peak = ranks(export_measured, 1, path, tmp_path / "out", init=False)[0]
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.checkpoint.test_consolidate import export_measured;"
+        "print(export_measured(*map(Path, sys.argv[1:])))"
+    )
+    command = [sys.executable, "-c", code, str(path), str(tmp_path / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    peak = int(done.stdout.split()[-1])
     largest = 4 * MEMORY["hidden_size"] * MEMORY["intermediate_size"]
     assert size > 8 * SHARD_BYTES
     # A tensor is read in the pieces it was saved in, here one: the piece and the tensor exist at once.
-    assert peak < SHARD_BYTES + 2.5 * largest, (peak / 2**20, size / 2**20)
-    assert CheckpointStore(tmp_path).latest() == path
+    assert SHARD_BYTES / 2 < peak < SHARD_BYTES + 3 * largest, (peak / 2**20, size / 2**20)
