@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from shoal.checkpoint.store import CheckpointStore
 from shoal.config import SpeechConfig, load_config
+from shoal.models import hub
 from shoal.train import recipes
 from shoal.train.modules import ShoalModule
+from shoal.train.plans import prompts_of, salm_plan
 from tests.e2e.test_strategies import Recorder
 from tests.e2e.tiny_run import AUTOMODEL, configuration
 from tests.zygote import RankRunner
@@ -190,3 +192,23 @@ def test_an_optimizer_that_refuses_its_arguments_is_named(tmp_path: Path) -> Non
     optimizer = {"_target_": "torch.optim.AdamW", "lr": -1.0}
     with pytest.raises(ValueError, match=r"model\.optimizer: torch\.optim\.AdamW does not take .*-1\.0"):
         trained(0, 1, mapping_of(tmp_path, {"optimizer": optimizer}))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_hub_model_is_fetched_only_when_it_is_trusted(
+    trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return mapping["model"]["pretrained_llm"] if name == "a/llm" else mapping["model"]["pretrained_asr"]
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    mapping = mapping_of(tmp_path)
+    names = {"pretrained_llm": "a/llm", "pretrained_asr": "an/asr", "trust_remote_code": trusted}
+    config = load_config({**mapping, "model": {**mapping["model"], **names}}, world_size=1)
+    assert isinstance(config, SpeechConfig)
+    prompts_of(config.model)
+    salm_plan(config.model, 1, seed=0, sample_rate=16000)
+    assert len(asked) == 3 and all(("*.py" in patterns) is trusted for patterns in asked)

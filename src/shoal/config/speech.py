@@ -126,7 +126,8 @@ class SalmConfig:
     """The ``model`` section of SALM and SALMAutomodel, which share one implementation.
 
     freeze_params and prevent_freeze_params are regular expressions matched from the start of the full
-    parameter name; the second list wins. A pattern that matches nothing is reported when the model is built.
+    parameter name; the second list wins. A pattern that matches nothing is named in a warning when the model
+    is built: lists written for NeMo name modules that do not exist here.
     """
 
     pretrained_llm: str

@@ -22,9 +22,18 @@ from shoal.speech.salm import SALM
 _ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
 
 
+def model_folder(config: SalmConfig, name: str) -> Path:
+    """The folder of a model or tokenizer; the code of a hub model comes along when the user trusts it.
+
+    Raises:
+        ValueError: Neither a folder nor reachable on the hub.
+    """
+    return local_folder(name, *(["*.py"] if config.trust_remote_code else []))
+
+
 def load_tokenizer(config: SalmConfig) -> Any:
     """The tokenizer of the LLM, or the one `tokenizer_path` names."""
-    folder = local_folder(config.tokenizer_path or config.pretrained_llm)
+    folder = model_folder(config, config.tokenizer_path or config.pretrained_llm)
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 
 
@@ -35,7 +44,9 @@ def salm_plan(config: SalmConfig, placeholder_id: int, *, seed: int, sample_rate
         ValueError: A folder is missing or of an unsupported kind; when the model is built, also an encoder that
             takes audio of another rate than `sample_rate`, the data's.
     """
-    llm_folder, asr_folder = local_folder(config.pretrained_llm), local_folder(config.pretrained_asr)
+    llm_folder, asr_folder = (
+        model_folder(config, name) for name in (config.pretrained_llm, config.pretrained_asr)
+    )
     asr_config = AutoConfig.from_pretrained(asr_folder, trust_remote_code=config.trust_remote_code)
     spec = encoder_spec(asr_config, config.perception.encoder)
 

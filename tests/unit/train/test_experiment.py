@@ -216,7 +216,7 @@ def test_a_missing_logger_package_is_named(tmp_path, monkeypatch, package):
 
 def test_weights_and_biases_gets_the_users_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "_need_package", lambda package, key: None)
-    monkeypatch.setattr(experiment, "WandbLogger", dict)
+    monkeypatch.setitem(experiment._LOGGERS, "wandb", dict)
     config = _config(
         explicit_log_dir=str(tmp_path),
         create_tensorboard_logger=False,
