@@ -1,4 +1,4 @@
-"""``shoal evaluate key=value ...``: answers a manifest and measures the word error rate."""
+"""``shoal evaluate key=value ...``: measures the word error rate, or the perplexity of a language model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: The arguments are refused; nothing has been started.
     """
-    parser = argparse.ArgumentParser(prog="shoal evaluate", description="Measure the word error rate.")
+    parser = argparse.ArgumentParser(
+        prog="shoal evaluate", description="Measure the word error rate, or the perplexity."
+    )
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="fields of EvaluateConfig")
     add_trust_options(parser)
     given = parser.parse_intermixed_args(list(words))
     config = load_arguments(EvaluateConfig, given.arguments, options=load_options(given))
 
+    from shoal.train.llm_trained import kind_of
+
+    if kind_of(config.pretrained_name) == "llm":
+        from shoal.evaluate.llm import run_llm_evaluation
+
+        return run_llm_evaluation(config)
     from shoal.evaluate.run import run_evaluation
 
     return run_evaluation(config, allow_commands=given.allow_commands)

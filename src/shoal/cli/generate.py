@@ -22,6 +22,12 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(list(words))
     config = load_arguments(GenerateConfig, given.arguments, options=load_options(given))
 
+    from shoal.train.llm_trained import kind_of
+
+    if kind_of(config.pretrained_name) == "llm":
+        from shoal.evaluate.llm_generate import run_llm_generation
+
+        return run_llm_generation(config)
     from shoal.evaluate.run import run_generation
 
     return run_generation(config, allow_commands=given.allow_commands)

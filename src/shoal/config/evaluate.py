@@ -6,19 +6,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.config.schema import DtypeName
+from shoal.config.text import TextDatasetType
 from shoal.config.values import PositiveInt
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Answers of a trained model for a manifest of conversations or cuts.
+    """Answers of a trained model for a manifest of conversations or cuts, or for texts.
 
-    `inputs` is a manifest; a line of `output_manifest` is the conversation with the answer appended.
+    pretrained_name is a run, one of its checkpoints, or a language model of Hugging Face. `inputs` is a manifest; a
+    line of `output_manifest` is the conversation with the answer appended. A language model takes text data of any
+    input_type (None guesses it from the columns), or a single `prompt`; seq_length is its longest
+    document, None that of the model.
     batch_size counts conversations; max_new_tokens bounds each answer.
     """
 
     pretrained_name: str
-    inputs: str
+    inputs: str | None = None
+    prompt: str | None = None
+    input_type: TextDatasetType | None = None
+    seq_length: PositiveInt | None = None
     batch_size: PositiveInt = 64
     max_new_tokens: PositiveInt = 128
     output_manifest: str = "generations.jsonl"
@@ -34,6 +41,8 @@ class GenerateConfig:
 class EvaluateConfig(GenerateConfig):
     """Generation over a manifest with transcripts, followed by the word error rate.
 
+    A language model generates nothing here: its loss and perplexity are measured over `inputs`, or over the
+    validation sets of its run.
     use_normalizer names the text normaliser applied to both sides before words are compared.
     """
 

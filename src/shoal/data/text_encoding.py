@@ -31,6 +31,11 @@ class ChatEncoder:
         self._column = column
         self._answer_only = answer_only
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer."""
+        return self._chat.end_ids()
+
     def __call__(self, row: Row) -> EncodedPrompt:
         """Returns the ids of a row and their mask."""
         return self.of_messages(messages_of(_column(row, self._column)))
@@ -65,17 +70,29 @@ class InstructionEncoder:
         *,
         answer_only: bool,
     ) -> None:
-        self._columns = columns
+        self.columns = columns
         self._chat = chat
         self._plain = PlainEncoder(tokenizer, column="")
         self._answer_only = answer_only
 
     def __call__(self, row: Row) -> EncodedPrompt:
         """Returns the ids of a row and their mask."""
-        prompt, answer = self._columns(row)
+        prompt, answer = self.columns(row)
         if self._chat is not None:
             return self._chat.of_messages([Message("user", prompt), Message(ASSISTANT, answer)])
         return self._plain.completion(prompt, answer, answer_only=self._answer_only)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer, beside the tokenizer's end token."""
+        return () if self._chat is None else self._chat.end_ids
+
+    def prompt(self, row: Row) -> EncodedPrompt:
+        """Returns the ids up to where the answer begins, for generation."""
+        prompt, _ = self.columns(row)
+        return (
+            self._plain.prompt(prompt) if self._chat is None else self._chat.prompt([Message("user", prompt)])
+        )
 
 
 class PlainEncoder:

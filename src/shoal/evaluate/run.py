@@ -149,6 +149,13 @@ def answered(conversation: Conversation, text: str) -> dict[str, Any]:
 
 
 def _read(config: GenerateConfig, allow_commands: bool) -> list[Conversation]:
+    if config.inputs is None:
+        raise ValueError("inputs: not given; name a manifest to answer")
+    for key in ("prompt", "input_type", "seq_length"):
+        if getattr(config, key) is not None:
+            raise ValueError(
+                f"{key} = {getattr(config, key)!r}: for language models; a speech model reads inputs"
+            )
     return read_inputs(
         config.inputs,
         system_prompt=config.system_prompt,
