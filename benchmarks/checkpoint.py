@@ -203,7 +203,9 @@ def export_worker(folder: Path, repetitions: int) -> dict[str, Any]:
 
 def launch(worker: str, folder: Path, num_ranks: int, repetitions: int) -> list[dict[str, Any]]:
     """Runs one worker on ranks of this machine; returns every rank's report."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Otherwise glibc keeps tens of MB of what was freed for later, more or less by chance.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    environment = {**os.environ, **allocator, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = command if num_ranks > 1 else [sys.executable]
     command += [__file__, "--worker", worker, "--folder", str(folder), "--repetitions", str(repetitions)]

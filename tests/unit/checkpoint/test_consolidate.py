@@ -226,10 +226,12 @@ def test_exporting_holds_one_file_and_a_tensor_in_memory(
         "print(export_measured(*map(Path, sys.argv[1:])))"
     )
     command = [sys.executable, "-c", code, str(path), str(tmp_path / "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Otherwise glibc keeps tens of MB of what was freed for later, more or less by chance.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    environment = {**os.environ, **allocator, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     peak = int(done.stdout.split()[-1])
     largest = 4 * MEMORY["hidden_size"] * MEMORY["intermediate_size"]
     assert size > 8 * SHARD_BYTES
     # A tensor is read in the pieces it was saved in, here one: the piece and the tensor exist at once.
-    assert SHARD_BYTES / 2 < peak < SHARD_BYTES + 3 * largest, (peak / 2**20, size / 2**20)
+    assert SHARD_BYTES / 2 < peak < SHARD_BYTES + 2.5 * largest, (peak / 2**20, size / 2**20)
