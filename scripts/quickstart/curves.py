@@ -21,23 +21,20 @@ class Curve:
 
 
 def read_curve(run: Path, name: str) -> Curve:
-    """One number of the TensorBoard log of a run.
-
-    Raises:
-        KeyError: The run logged nothing under `name`.
-    """
+    """One number of the TensorBoard log of a run; an empty curve where the run never logged it."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     events.Reload()
-    scalars = events.Scalars(name)
+    scalars = events.Scalars(name) if name in events.Tags()["scalars"] else []
     return Curve(tuple(scalar.step + 1 for scalar in scalars), tuple(scalar.value for scalar in scalars))
 
 
 def plot_loss(training: Curve, validation: Curve, path: Path) -> None:
-    """Write a PNG with the training and the validation loss per supervised token."""
+    """Write a PNG with the training loss per supervised token, and the validation loss where there is one."""
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(training.steps, training.values, color="tab:blue", alpha=0.3, linewidth=1)
     axes.plot(training.steps, _smooth(training.values), color="tab:blue", label="training, mean of 10 steps")
-    axes.plot(validation.steps, validation.values, "o-", color="tab:orange", label="validation")
+    if validation.steps:
+        axes.plot(validation.steps, validation.values, "o-", color="tab:orange", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss per token (nats)", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
