@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overhead
+from benchmarks import loading, overhead, peers
 
 
 @pytest.mark.slow
@@ -42,3 +42,28 @@ def test_overhead_leaves_the_first_steps_out_of_the_median() -> None:
     clock = overhead.Clock()
     clock.ends = [10.0, 19.0, 28.0, 37.0, 46.0, 47.0, 49.0, 52.0]  # five slow steps, then 1, 2 and 3 seconds
     assert clock.report() == {"startup": 10.0, "step": 2.0, "losses": []}
+
+
+def test_peers_refuse_losses_that_differ_in_the_fourth_decimal() -> None:
+    assert peers.largest_difference([7.0, 6.00004], [7.0, 6.0]) == pytest.approx(4e-5)
+    with pytest.raises(SystemExit, match="do not do the same work"):
+        peers.largest_difference([7.0], [7.0001])
+    ranks = [{"losses": [1.0, 2.0]}, {"losses": [3.0, 4.0]}]
+    assert peers.step_losses("accelerate", ranks) == [2.0, 3.0]
+    assert peers.step_losses("shoal", ranks) == [1.0, 2.0]
+
+
+def test_loading_refuses_shards_that_do_not_add_up() -> None:
+    whole = [{"checksum": 10.0, "shard": 8}] * 2
+    loading.same_values([{"checksum": 4.0, "shard": 4}, {"checksum": 6.0, "shard": 4}], whole)
+    for wrong in ([{"checksum": 4.0, "shard": 4}] * 2, [{"checksum": 5.0, "shard": 3}] * 2):
+        with pytest.raises(SystemExit, match="not the same weights"):
+            loading.same_values(wrong, whole)
+
+
+def test_measured_loading_stays_within_its_limit() -> None:
+    """The figures in the repository, on checkpoints of at least a gigabyte."""
+    result = json.loads((Path(loading.__file__).parent / "results" / "loading.json").read_text())
+    assert set(result["cases"]) == set(loading.CHECKPOINTS)
+    for case in result["cases"].values():
+        assert case["bytes_on_disk"] >= 1e9 and case["memory_ratio"] <= loading.MEMORY_LIMIT
