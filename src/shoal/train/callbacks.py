@@ -287,8 +287,8 @@ class ModelCheckpoint(LightningModelCheckpoint):
 class ProgressBar(TQDMProgressBar):
     """One line per epoch with loss, tokens/s, seconds of audio/s, padding share, learning rate and memory.
 
-    Shows what the training step logged under the names in `COLUMNS`, whatever else is logged, and everything
-    that was logged with `prog_bar=True`.
+    Shows the values of the last step (`module.step_values`, or what was logged) under the names in `COLUMNS`, and
+    everything that was logged with `prog_bar=True`.
     """
 
     # logged name -> column and format
@@ -307,7 +307,7 @@ class ProgressBar(TQDMProgressBar):
     ) -> dict[str, int | str | float | dict[str, float]]:
         shown = dict(super().get_metrics(trainer, pl_module))
         shown.pop("v_num", None)
-        logged = trainer.callback_metrics
+        logged = {**trainer.callback_metrics, **getattr(pl_module, "step_values", {})}
         for name, (column, form) in self.COLUMNS.items():
             if name in logged and math.isfinite(value := float(logged[name])):
                 shown.pop(name, None)

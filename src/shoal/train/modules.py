@@ -79,6 +79,7 @@ class ShoalModule(pl.LightningModule):
         self.stream_position = StreamPosition()
         self.stop_agreed = False
         self.last_result: StepResult | None = None
+        self.step_values: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
         self.layout = ""
         self._parallel: ParallelModel | None = None
@@ -237,7 +238,12 @@ class ShoalModule(pl.LightningModule):
             values["audio_seconds_per_second"] = header.audio_seconds / elapsed
         if is_packed:
             values["packing_efficiency"] = 1.0 - header.padding_share
-        self.log_dict(values, prog_bar=False, batch_size=1)
+        self.step_values = values
+        # Every step logs its loss, which a checkpoint may be ranked by. The rest is for loggers, and Lightning's
+        # bookkeeping of a dozen values is milliseconds: only the steps that loggers see pay for it.
+        self.log("loss", result.loss, batch_size=1)
+        if self.global_step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self.log_dict({name: value for name, value in values.items() if name != "loss"}, batch_size=1)
 
     # -------------------------------------------------------------------------------------------- helpers
 
