@@ -23,6 +23,7 @@ from shoal.checkpoint.store import CheckpointError, read_manifest
 
 CONSOLIDATED = "consolidated"
 SCRIPT_NAME = "consolidate.sh"
+RUN_CONFIG = "config.yaml"
 _SCRIPT = f"""#!/bin/sh
 # Writes this checkpoint's model as a Hugging Face folder, on any machine where Shoal is installed:
 #   sh {SCRIPT_NAME} [OUTPUT] [options of `shoal export`]
@@ -66,6 +67,7 @@ def consolidate(
     try:
         for part in parts:
             _write_part(path, part, target, saved, left_out, options)
+        _copy_run_config(path, target)
         publish_output(final)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
@@ -95,6 +97,14 @@ def _write_part(
                 )
         writer.write({name: saved.fetch(part.prefix + name) for name in group})
     writer.finish()
+
+
+def _copy_run_config(checkpoint: Path, target: Path) -> None:
+    """The configuration of the run, when it lies where runs put it: `shoal evaluate` opens the export with it."""
+    for folder in (checkpoint.absolute().parent, checkpoint.absolute().parent.parent):
+        if (folder / RUN_CONFIG).is_file():
+            shutil.copyfile(folder / RUN_CONFIG, target / RUN_CONFIG)
+            return
 
 
 def consolidate_in_place(checkpoint: str | os.PathLike[str]) -> None:

@@ -157,7 +157,9 @@ def merged_layer(layer: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> 
         tensors: what the layer holds, by the names inside it.
     """
     filled = deepcopy(layer)
-    filled.load_state_dict(dict(tensors), assign=True)
+    # peft adds to the weight in place, and what we were given may be the model's own memory.
+    own = {leaf: t.clone() if leaf.startswith("base_layer.") else t for leaf, t in tensors.items()}
+    filled.load_state_dict(own, assign=True)
     with torch.no_grad():
         filled.merge()  # type: ignore[operator]  # every adapted layer of peft has it
     base = filled.get_submodule("base_layer").state_dict()

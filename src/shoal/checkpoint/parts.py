@@ -27,7 +27,7 @@ from shoal.checkpoint.store import CheckpointError, write_json
 
 DESCRIPTION = "hf"
 _PARTS_FILE = "parts.json"
-_ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _COMPANIONS: tuple[str, ...] = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -238,7 +238,7 @@ def _read_part(folder: Path, listed: dict[str, Any]) -> Part:
         return skeleton
 
     adapter = None
-    if (folder / _ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         from peft import PeftConfig
 
         adapter = PeftConfig.from_pretrained(str(folder))
@@ -258,7 +258,7 @@ def copy_files(
         dtype: of the exported weights, written into the model's configuration; None leaves it.
     """
     target.mkdir(parents=True, exist_ok=True)
-    left_out = {_PARTS_FILE, "config.json" if adapters else _ADAPTER_CONFIG}
+    left_out = {_PARTS_FILE, "config.json" if adapters else ADAPTER_CONFIG}
     left_out |= {"generation_config.json"} if adapters else set()
     for file in (description / part.folder).iterdir():
         if file.is_file() and file.name not in left_out:

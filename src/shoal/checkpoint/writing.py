@@ -23,7 +23,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from shoal.checkpoint import optimizer as optimizer_state
-from shoal.checkpoint.agree import agreed, describe, from_origin, gather_text, is_distributed, rank_of
+from shoal.checkpoint.agree import (
+    agreed,
+    describe,
+    from_origin,
+    gather_objects,
+    gather_text,
+    is_distributed,
+    rank_of,
+)
 from shoal.checkpoint.consolidate import CONSOLIDATED, consolidate, write_script
 from shoal.checkpoint.parts import DESCRIPTION, has_export, parts_of, write_description
 from shoal.checkpoint.reader import MODEL_FOLDER, MODEL_PREFIX
@@ -89,11 +97,15 @@ def _write_model(
 ) -> None:
     if options.model_format != "safetensors":
         return
-    # torch serialises a whole file in memory before it writes it: bounded files bound the memory.
-    numbers, size = {}, 0
-    for name, tensor in tensors.items():
-        size += tensor.numel() * tensor.element_size()
-        numbers[name] = 1 + size // _MODEL_FILE_BYTES
+    # torch serialises a whole file in memory before it writes it: bounded files bound the memory. It takes rank 0's
+    # numbers for all ranks, so they have to know every rank's tensors.
+    sizes: dict[str, int] = {}
+    for own in gather_objects({name: t.numel() * t.element_size() for name, t in tensors.items()}, group):
+        sizes |= own
+    numbers, total = {}, 0
+    for name, size in sizes.items():
+        total += size
+        numbers[name] = 1 + total // _MODEL_FILE_BYTES
     writer = HuggingFaceStorageWriter(
         str(target / MODEL_FOLDER), fqn_to_index_mapping=numbers or None, save_distributed=True
     )

@@ -117,7 +117,7 @@ class ClipGradNormConfig:
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Low-rank adapters, AutoModel's spelling; a module name may hold ``*``."""
+    """Low-rank adapters, AutoModel's spelling; a module name may hold ``*``. adapter_path starts from saved ones."""
 
     dim: PositiveInt = 8
     alpha: PositiveFloat = 32
@@ -127,6 +127,7 @@ class PeftConfig:
     match_all_linear: bool = False
     use_dora: bool = False
     use_triton: bool = False
+    adapter_path: str | None = None
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointCallbackConfig:
-    """When to save and what to keep."""
+    """When to save, how, and what to keep.
+
+    The model's shards are written by torch or as safetensors; save_consolidated adds Hugging Face folders to the
+    final or to every checkpoint.
+    """
 
     filename: str | None = None
     monitor: str = "val_loss"
@@ -329,6 +333,8 @@ class CheckpointCallbackConfig:
     always_save_nemo: bool = False
     save_nemo_on_train_end: bool = False
     async_save: bool = False
+    model_save_format: Literal["safetensors", "torch_save"] = "torch_save"
+    save_consolidated: bool | Literal["final", "every"] = False
 
 
 @dataclass(frozen=True)

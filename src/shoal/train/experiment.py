@@ -276,6 +276,9 @@ def _checkpoint(manager: ExpManagerConfig, log_dir: Path, validates: bool) -> Mo
         save_last=params.save_last,
         every_n_train_steps=params.every_n_train_steps,
         every_n_epochs=params.every_n_epochs,
+        async_save=params.async_save,
+        model_save_format=params.model_save_format,
+        save_consolidated=params.save_consolidated,
     )
 
 

@@ -72,6 +72,7 @@ def llm_module(config: LLMConfig, data: TextData, tokenizer: Any = None) -> Shoa
         seed=config.rng.seed,
         sample_rate=None,
         validation_sets=tuple(data.validation),
+        init_from_checkpoint=None if config.peft is None else config.peft.adapter_path,
         tokenizer=tokenizer,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from shoal.checkpoint.store import CHECKPOINTS, CheckpointStore
+from shoal.checkpoint.store import CHECKPOINTS, MANIFEST_NAME, CheckpointStore, read_manifest
 from shoal.config import LoadOptions, SpeechConfig, load_config
 from shoal.models.assemble import Numerics, assemble
 from shoal.speech.prompts import PromptFormatter
@@ -24,18 +24,23 @@ def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]
     """Opens the model of a finished or running training run, whole, on this process's CPU, in eval mode.
 
     Args:
-        path: A run's directory (its newest complete checkpoint is taken) or one of its checkpoints.
+        path: A run's directory (its newest complete checkpoint is taken), one of its checkpoints, or an export of
+            one, which needs nothing of the run any more.
 
     Raises:
         ValueError: No complete checkpoint, or no configuration beside it.
     """
     checkpoint, file = _checkpoint_of(Path(path))
-    config = load_config(_without_training(file), world_size=1, options=LoadOptions(allow_commands=True))
+    saved = _without_training(file)
+    if is_speech_export(checkpoint):
+        saved["model"] |= _folders_of(checkpoint)
+    config = load_config(saved, world_size=1, options=LoadOptions(allow_commands=True))
     assert isinstance(config, SpeechConfig)
     prompts = prompts_of(config.model)
     data = config.data.train_ds
     plan = salm_plan(config.model, prompts.placeholder_id, seed=data.seed, sample_rate=data.sample_rate)
-    plan = replace(plan, weights=())
+    if not holds_part_only(checkpoint):
+        plan = replace(plan, weights=())
     model = assemble(plan, None, Numerics(), torch.device("cpu")).module
     load_weights(model, checkpoint)
     assert isinstance(model, SALM)
@@ -56,9 +61,25 @@ def _without_training(file: Path) -> dict[str, Any]:
     return {"model": {**saved["model"], **training}, "trainer": trainer, "data": saved["data"]}
 
 
+def is_speech_export(path: Path) -> bool:
+    """Whether a folder is an exported speech model with the configuration of its run."""
+    return (path / "llm" / "config.json").is_file() and (path / CONFIG_FILE).is_file()
+
+
+def _folders_of(export: Path) -> dict[str, Any]:
+    """Where an export keeps what the run took from elsewhere."""
+    folders = {"pretrained_llm": export / "llm", "pretrained_asr": export / "perception"}
+    return {**{key: str(folder) for key, folder in folders.items()}, "tokenizer_path": None}
+
+
+def holds_part_only(path: Path) -> bool:
+    """Whether a checkpoint left out what was frozen, which comes from the pretrained models then."""
+    return (path / MANIFEST_NAME).is_file() and bool(read_manifest(path).get("left_out"))
+
+
 def _checkpoint_of(path: Path) -> tuple[Path, Path]:
     """The checkpoint and the saved configuration that a path means."""
-    is_checkpoint = (path / ".metadata").is_file()
+    is_checkpoint = (path / ".metadata").is_file() or is_speech_export(path)
     checkpoint = path if is_checkpoint else CheckpointStore(path / CHECKPOINTS).latest()
     if checkpoint is None:
         raise ValueError(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
+from shoal.checkpoint.adapters import ADAPTER_FILE, load_adapter
+from shoal.checkpoint.parts import Part, has_export, parts_of
 from shoal.checkpoint.state import load_state
+from shoal.models.files import open_tensors
 from shoal.models.init import store
+from shoal.models.load import WeightSource, conversions_of, load_pretrained
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -16,8 +22,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: The assembled module.
-        path: A checkpoint directory of ours, a ``.safetensors`` file, or a folder that holds ``model.safetensors``
-            with the module's own parameter names.
+        path: A checkpoint directory of ours, an exported folder (of a language model alone also any of Hugging
+            Face's; of adapters, which then are all that is filled), a ``.safetensors`` file, or a folder that holds
+            ``model.safetensors``, these two with the module's own parameter names.
 
     Raises:
         ValueError: The path is neither, or names or shapes differ; the message lists them.
@@ -26,6 +33,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     file = path / "model.safetensors" if path.is_dir() else path
     if (path / ".metadata").is_file():
         load_state(path, model=model)
+    elif has_export(model) and (parts := exported_parts(model, path)):
+        for part, folder in parts:
+            _load_part(model, part, folder)
     elif file.is_file() and file.suffix == ".safetensors":
         _load_safetensors(model, file)
     else:
@@ -35,19 +45,42 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         )
 
 
-def _load_safetensors(model: nn.Module, file: Path) -> None:
+def exported_parts(model: nn.Module, path: Path) -> list[tuple[Part, Path]]:
+    """The parts of a model with their folders below `path`; empty when `path` is not an export of such a model."""
+    parts = [(part, path / part.folder) for part in parts_of(model)]
+    llm = next(folder for part, folder in parts if part.build is not None)
+    return parts if any((llm / name).is_file() for name in ("config.json", ADAPTER_FILE)) else []
+
+
+def _load_part(model: nn.Module, part: Part, folder: Path) -> None:
+    if part.build is None:
+        _load_safetensors(model.get_submodule(part.module), folder)
+    elif (folder / ADAPTER_FILE).is_file():
+        load_adapter(model, part, folder)
+    else:
+        submodule = model.get_submodule(part.module)
+        assert isinstance(submodule, PreTrainedModel)
+        load_pretrained(submodule, WeightSource(part.module, folder), conversions_of(part.skeleton()))
+
+
+def _open_file(file: Path) -> dict[str, Any]:
+    handle: Any = safe_open(file, framework="pt", backend="pread")
+    return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+
+
+def _load_safetensors(model: nn.Module, source: Path) -> None:
+    """Fills a module from a safetensors file, or a folder of them, with the module's own names."""
     kept = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     targets = {**dict(model.named_parameters()), **buffers}
-    with safe_open(file, framework="pt") as tensors:
-        names = set(tensors.keys())
-        missing, unexpected = sorted(targets.keys() - names), sorted(names - targets.keys())
-        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in names & targets.keys()}
-        wrong = sorted(name for name, shape in shapes.items() if shape != tuple(targets[name].shape))
-        if missing or unexpected or wrong:
-            raise ValueError(
-                f"model.init_from_checkpoint = {str(file)!r} does not fit the model: missing {missing[:12]}, "
-                f"unexpected {unexpected[:12]}, of another shape {wrong[:12]}"
-            )
-        for name, target in targets.items():
-            store(tensors.get_tensor(name), target)
+    tensors = open_tensors(source) if source.is_dir() else _open_file(source)
+    missing, unexpected = sorted(targets.keys() - tensors.keys()), sorted(tensors.keys() - targets.keys())
+    shapes = {name: tuple(tensors[name].get_shape()) for name in tensors.keys() & targets.keys()}
+    wrong = sorted(name for name, shape in shapes.items() if shape != tuple(targets[name].shape))
+    if missing or unexpected or wrong:
+        raise ValueError(
+            f"model.init_from_checkpoint = {str(source)!r} does not fit the model: missing {missing[:12]}, "
+            f"unexpected {unexpected[:12]}, of another shape {wrong[:12]}"
+        )
+    for name, target in targets.items():
+        store(tensors[name][...], target)

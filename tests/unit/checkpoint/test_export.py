@@ -51,8 +51,10 @@ def test_every_layout_writes_what_transformers_writes(
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_comes_out_as_transformers_saves_it(tmp_path: Path, family: str) -> None:
     model = tiny_lm(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "reference")
     export_model(model, tmp_path / "out")
+    assert unequal(dict(model.state_dict()), before) == []
     assert unequal(read_folder(tmp_path / "out"), read_folder(tmp_path / "reference")) == []
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert unequal(dict(again.state_dict()), dict(model.state_dict())) == []

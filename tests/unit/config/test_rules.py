@@ -210,7 +210,6 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
             ("exp_manager.create_early_stopping_callback", True),
             ("exp_manager.checkpoint_callback_params.always_save_nemo", True),
             ("exp_manager.checkpoint_callback_params.save_nemo_on_train_end", True),
-            ("exp_manager.checkpoint_callback_params.async_save", True),
         )
     ),
     (

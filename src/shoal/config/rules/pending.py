@@ -60,7 +60,6 @@ _SPEECH = (
     Pending("exp_manager.create_early_stopping_callback", "early stopping", (False,)),
     Pending("exp_manager.checkpoint_callback_params.always_save_nemo", "writing .nemo files", (False,)),
     Pending("exp_manager.checkpoint_callback_params.save_nemo_on_train_end", "writing .nemo files", (False,)),
-    Pending("exp_manager.checkpoint_callback_params.async_save", "saving in the background", (False,)),
     Pending("trainer.strategy.distributed_config.mp_policy.output_dtype", "an output dtype", (None,)),
     Pending("trainer.gradient_clip_algorithm", "clipping by value", ("norm",)),
     Pending("trainer.precision", "the gradient scaler of fp16", _PRECISIONS),
