@@ -95,14 +95,31 @@ def test_the_reference_is_torchs_attention_of_each_document(window: int | None) 
 
 def test_sinks_are_one_more_logit_without_a_value() -> None:
     given = pack((6,), heads=2, kv_heads=2)
-    q, k, v, sinks = (given.leaves[name] for name in ("q", "k", "v", "sinks"))
+    q, k, v, sinks = leaves = [given.leaves[name] for name in ("q", "k", "v", "sinks")]
     scores = torch.einsum("qhd,khd->hqk", q[:6], k[:6]) * 8**-0.5
     scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
     with_sink = torch.cat([scores, sinks[:, None, None].expand(2, 6, 1)], -1)
-    expected = torch.einsum("hqk,khd->qhd", with_sink.softmax(-1)[..., :-1], v[:6])
+    out = torch.einsum("hqk,khd->qhd", with_sink.softmax(-1)[..., :-1], v[:6])
+    lse = with_sink.logsumexp(-1).t()
+    total = (out * given.grad_out[:6]).sum() + (lse * given.grad_lse[:6]).sum()
+    gradients = dict(zip(("q", "k", "v", "sinks"), torch.autograd.grad(total, leaves), strict=True))
     ours = given.run(causal=True, sinks=True, backend="sdpa")
-    torch.testing.assert_close(ours["out"][:6], expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(ours["lse"][:6], with_sink.logsumexp(-1).t(), rtol=1e-12, atol=1e-12)
+    assert_same(
+        {**ours, "out": ours["out"][:6], "lse": ours["lse"][:6]}, {"out": out, "lse": lse, **gradients}, 1e-12
+    )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_a_query_that_sees_no_key_passes_no_gradient_on(backend: Any) -> None:
+    """Not even one that is no number, as merging two such log-sum-exps gives."""
+    given = pack((4,), (2,))
+    q, k, v = (given.leaves[name] for name in "qkv")
+    out, lse = varlen_attention(q, k, v, given.cu_q, given.cu_k, causal=True, backend=backend)
+    assert lse[:2].isneginf().all() and torch.equal(out[:2], torch.zeros_like(out[:2]))
+    expected = torch.autograd.grad(lse[2:4].sum(), (q, k), retain_graph=True)
+    upstream = torch.ones_like(lse)
+    upstream[:2] = upstream[4:] = torch.nan
+    torch.testing.assert_close(torch.autograd.grad(lse, (q, k), upstream), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

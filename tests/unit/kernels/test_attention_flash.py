@@ -143,6 +143,17 @@ def test_widths_are_filled_up(widths: tuple[int, int]) -> None:
     assert_same(given.run(**kind, backend="flash"), given.run(**kind, backend="reference"), 1e-12)
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_a_query_that_sees_no_key_passes_no_gradient_on() -> None:
+    given = pack((4,), (2,))
+    leaves = [given.leaves[name] for name in "qkv"]
+    _, lse = attention.varlen_attention(*leaves, given.cu_q, given.cu_k, causal=True, backend="flash")
+    expected = torch.autograd.grad(lse[2:4].sum(), leaves, retain_graph=True)
+    upstream = torch.ones_like(lse)
+    upstream[:2] = upstream[4:] = torch.nan
+    torch.testing.assert_close(torch.autograd.grad(lse, leaves, upstream), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_the_operators_are_those_of_torch() -> None:
     """Their signatures, on which the arguments above rest."""
     operators = attention_flash._operators()

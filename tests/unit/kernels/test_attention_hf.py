@@ -150,6 +150,17 @@ def test_right_padded_rows_are_documents() -> None:
         torch.testing.assert_close(logits[:1, :6], reference, rtol=1e-12, atol=1e-12)
 
 
+def test_rows_stay_apart_whatever_their_first_position_is() -> None:
+    """A row of a document's later part begins in the middle of the positions."""
+    with InDouble():
+        model = tiny_model("mistral")
+        ids, positions = tokens(18).view(2, 9), torch.stack([torch.arange(9), torch.arange(5, 14)])
+        alone = model(input_ids=ids[1:], position_ids=positions[1:], use_cache=False).logits
+        model.set_attn_implementation("shoal")
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(logits[1:], alone, rtol=1e-12, atol=1e-12)
+
+
 def test_gradient_checkpointing() -> None:
     model = tiny_model("gemma2", torch.float32)
     expected = one_by_one(model)
