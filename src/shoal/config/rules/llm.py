@@ -191,6 +191,7 @@ def _rule(
 
 _DATA_KEYS = ("dataset", "validation_datasets")
 
+
 def _modes_are_inductors(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     section = config.compile
     if section.backend not in (None, "inductor") and section.mode != "default":
