@@ -109,7 +109,11 @@ def _causal_decoder(
         eos_token_id=end,
         pad_token_id=pad,
     )
-    model = GPT2LMHeadModel(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(
+            0
+        )  # for what Whisper does not fill: the first half of the text layers' feed-forwards
+        model = GPT2LMHeadModel(config)
     body = model.transformer
     body.wte.weight[:num_pieces] = decoder.embed_tokens.weight[:num_pieces]
     body.wte.weight[start] = decoder.embed_tokens.weight[_WHISPER_START]

@@ -89,6 +89,11 @@ def test_audio_layers_are_whispers_cross_attention(module: Any, whisper: Any, tm
         )  # fmt: skip
 
 
+def test_two_conversions_are_equal(module: Any, whisper: Any, tmp_path: Path) -> None:
+    first, second = (_build(module, whisper, tmp_path).state_dict() for _ in range(2))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
 def test_projection_is_the_mean_of_the_stacked_frames(module: Any) -> None:
     projection = module._mean_projection(WIDTH, stack_frames=4)
     frames = torch.randn(4, WIDTH)
