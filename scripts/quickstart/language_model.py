@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, WhisperForConditionalGeneration
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.whisper.modeling_whisper import WhisperAttention, WhisperDecoderLayer
+from transformers.pytorch_utils import Conv1D
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 _WHISPER_START, _WHISPER_END = (
@@ -59,7 +60,7 @@ def write_starting_point(
     model = _causal_decoder(whisper, num_pieces, tokenizer)
     model.save_pretrained(language_model)
     tokenizer.save_pretrained(language_model)
-    tensors = {f"llm.{name}": tensor for name, tensor in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"llm.{name}": tensor for name, tensor in model.named_parameters()}
     encoder = whisper.model.encoder
     tensors |= {f"perception.encoder.{name}": tensor for name, tensor in encoder.named_parameters()}
     tensors |= _mean_projection(encoder.config.d_model, stack_frames)
@@ -93,7 +94,7 @@ def _causal_decoder(
     whisper: WhisperForConditionalGeneration, num_pieces: int, tokenizer: PreTrainedTokenizerFast
 ) -> GPT2LMHeadModel:
     decoder = whisper.model.decoder
-    start, end, pad = tokenizer.convert_tokens_to_ids([START, END, PAD])
+    start, end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (START, END, PAD))
     config = GPT2Config(
         vocab_size=len(tokenizer),
         n_positions=decoder.embed_positions.num_embeddings,
@@ -164,6 +165,7 @@ def _fill_attention(
     _fill_linear(block.attn.c_proj, source.out_proj)
 
 
-def _fill_linear(target: nn.Module, source: nn.Linear) -> None:
+def _fill_linear(target: Conv1D, source: nn.Linear) -> None:
+    """GPT-2's linear layers keep their matrix transposed."""
     target.weight.copy_(source.weight.T)
     target.bias.copy_(source.bias)
