@@ -73,11 +73,14 @@ def varlen_attention(
             takes flash where it can compute this and sdpa elsewhere, and logs which and why.
 
     Returns:
-        out [T, Hq, Dv] in q's dtype and lse [T, Hq] in float32 (float64 for float64).
+        out [T, Hq, Dv] in q's dtype (under autocast in its dtype) and lse [T, Hq] in float32 (float64 for float64).
 
     Raises:
         ValueError: Shapes, borders or arguments do not fit, or the named backend cannot compute this.
     """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):  # as torch's own attention does
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, sinks)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     spec = AttentionSpec(causal, scale, window, softcap, sinks is not None)
@@ -85,9 +88,10 @@ def varlen_attention(
     places = _real_places("q", cu_seqlens_q, cu_seqlens_q_padded, total)
     key_places = _real_places("k", cu_seqlens_k, cu_seqlens_k_padded, len(k))
     q, k, v = _take(q, places), _take(k, key_places), _take(v, key_places)
-    out, lse = _kernel(backend, q, v, spec)(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
-    if sinks is not None:
-        out, lse = apply_sinks(out, lse, sinks)
+    with torch.autocast(device, enabled=False):
+        out, lse = _kernel(backend, q, v, spec)(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
     return _put(out, places, total, 0.0), _put(lse, places, total, -torch.inf)
 
 

@@ -152,7 +152,8 @@ class _Recomputed(torch.autograd.Function):
         masks = _Masks(grad_lse.dtype, grad_lse.device)
         for block in plan:
             places = (block.queries, block.keys, block.keys)
-            with torch.enable_grad():
+            # Backward may run where autocast is on; forward has turned it off.
+            with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
                 inputs = [x[where].detach().requires_grad_() for x, where in zip(saved, places, strict=True)]
                 query, key, value = inputs
                 outputs = _scores_to_output(query, key, value, block, masks, spec)

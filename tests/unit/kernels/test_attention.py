@@ -75,6 +75,20 @@ def test_lower_precision_computes_the_same(kind: str, dtype: torch.dtype, tolera
     )
 
 
+@pytest.mark.parametrize("kind", ["causal", "soft-cap", "sinks"])
+def test_autocast_decides_the_dtype_of_the_inputs_and_nothing_else(kind: str) -> None:
+    """Rotated queries and keys are float32 there and values are not; scores are float32 in backward as well."""
+    mixed, half = pack((5, 0, 90), dtype=torch.float32), pack((5, 0, 90), dtype=torch.bfloat16)
+    mixed.leaves.update({name: half.leaves[name] for name in ("v", "sinks")})
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = mixed.run(**KINDS[kind])
+    expected = half.run(**KINDS[kind])
+    for name in ("out", "lse", "v"):
+        assert torch.equal(ours[name], expected[name]), name
+    for name in ("q", "k"):
+        assert ours[name].dtype == torch.float32 and torch.equal(ours[name], expected[name].float()), name
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_reference_is_torchs_attention_of_each_document(window: int | None) -> None:
     given = pack((7, 12), width=8)

@@ -168,6 +168,13 @@ def test_gradient_checkpointing() -> None:
     assert worst(packed(model), expected) <= 1e-5
 
 
+def test_autocast() -> None:
+    model = tiny_model("qwen3", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = one_by_one(model)
+        assert worst(packed(model), expected) <= 5e-2
+
+
 def test_compiled_layers() -> None:
     model = tiny_model("llama", torch.float32)
     expected = one_by_one(model)
