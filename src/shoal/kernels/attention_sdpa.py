@@ -157,10 +157,9 @@ class _Recomputed(torch.autograd.Function):
                 inputs = [x[where].detach().requires_grad_() for x, where in zip(saved, places, strict=True)]
                 query, key, value = inputs
                 outputs = _scores_to_output(query, key, value, block, masks, spec)
-            wanted = (grad_out[block.queries], grad_lse[block.queries])
-            for grad, part, where in zip(
-                grads, torch.autograd.grad(outputs, inputs, wanted), places, strict=True
-            ):
+                upstream = (grad_out[block.queries], grad_lse[block.queries])
+                parts = torch.autograd.grad(outputs, inputs, upstream)
+            for grad, part, where in zip(grads, parts, places, strict=True):
                 grad[where] += part
         return (*(grad.to(x.dtype) for grad, x in zip(grads, saved, strict=True)), None, None)
 
