@@ -276,6 +276,8 @@ class ModelCheckpoint(LightningModelCheckpoint):
 
     def _remove_unless_best(self, trainer: pl.Trainer, filepath: str) -> None:
         is_best = filepath in self.best_k_models or filepath == self.best_model_path
+        # With save_top_k: -1 all are among the best, and without a monitor Lightning keeps no list of them.
+        is_best |= self.save_top_k == -1 and _LAST.fullmatch(Path(filepath).name) is None
         if (
             filepath
             and not is_best

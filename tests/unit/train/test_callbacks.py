@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.store import CheckpointError, CheckpointStore
 from shoal.train.callbacks import ModelCheckpoint, ProgressBar
 from shoal.train.resume import ResumeRun
 from tests.unit.train.toy import Toy, trainer
@@ -50,6 +50,49 @@ def test_ranking_and_retention_continue_after_a_resumption(tmp_path):
     for name in ("best_k_models", "best_model_path", "last_model_path", "best_model_score", "kth_value"):
         one, other = getattr(whole, name), getattr(parts, name)
         assert str(one).replace("/whole/", "/parts/") == str(other), name
+
+
+@pytest.mark.parametrize("max_steps", [7, 8, 9])
+def test_saving_in_the_background_keeps_the_same_ones(tmp_path, max_steps):
+    for name, saving in (("between", False), ("background", True)):
+        checkpoint = _fit(tmp_path / name, max_steps, async_save=saving, **MONITORED)
+        assert CheckpointStore(tmp_path / name).latest() == Path(checkpoint.last_model_path)
+    assert _names(tmp_path / "background") == _names(tmp_path / "between")
+
+
+def test_a_checkpoint_is_deleted_only_when_the_one_that_replaces_it_is_complete(tmp_path, monkeypatch):
+    import shoal.checkpoint.background as background
+
+    seen = []
+    honest = background.write_snapshot
+
+    def watching(path: Path, *arguments: Any) -> Path:
+        seen.append((path.name, _names(tmp_path) if tmp_path.exists() else []))
+        return honest(path, *arguments)
+
+    monkeypatch.setattr(background, "write_snapshot", watching)
+    _fit(tmp_path, 3, every_n_train_steps=1, save_top_k=1, async_save=True)
+    assert seen == [("step=1", []), ("step=2", ["step=1"]), ("step=3", ["step=2"])]
+    assert _names(tmp_path) == ["step=3"]
+
+
+def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path, monkeypatch):
+    import shoal.checkpoint.writing as writing
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "_write_own", refuse)
+    with pytest.raises(CheckpointError, match="step=2 was not saved: .*No space left on device"):
+        _fit(tmp_path, 4, every_n_train_steps=2, async_save=True)
+    with pytest.raises(CheckpointError, match="step=4 was not saved"):  # the last one, found at the end
+        _fit(tmp_path, 4, every_n_train_steps=4, async_save=True)
+    assert _names(tmp_path) == []
+
+
+def test_all_are_kept_without_a_limit(tmp_path):
+    _fit(tmp_path, 5, every_n_train_steps=2, save_top_k=-1, save_last=True)
+    assert _names(tmp_path) == ["step=2", "step=4", "step=5-last"]
 
 
 def test_leftover_last_checkpoints_of_a_killed_run_are_removed(tmp_path):
