@@ -53,6 +53,7 @@ def toy_batch(features: Tensor, targets: Tensor, supervised: Sequence[bool] | No
         "text_lens": torch.full((rows,), 2),
         "audios": torch.zeros(0, 0),
         "audio_lens": torch.zeros(0, dtype=torch.int64),
+        "sample_ids": [f"row-{row}" for row in range(rows)],
         "is_empty": False,
     }
 
@@ -64,7 +65,7 @@ def toy_model(module: type[nn.Module], strategy: str, world: int, *args: Any) ->
         options = DDPConfig() if strategy == "ddp" else FSDP2Config()
         sizes = ParallelismSizes(dp_replicate_size=2 if strategy == "hsdp" else None)
         setup = DistributedSetup.build(strategy=options, parallelism_sizes=sizes, world_size=world)
-    plan = ModelPlan(lambda: module(*args), seed=1)
+    plan = ModelPlan(lambda: module(*args), llm="", seed=1)
     return assemble(plan, setup, Numerics(stored=torch.float64), CPU)
 
 

@@ -51,9 +51,10 @@ def test_automodels_qwen3_moe_example_lacks_only_the_expert_axis() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_load_for_training(path: Path) -> None:
     refused = {"qwen3_moe_30b": ["axis-ep"]}.get(path.stem, [])
+    num_ranks = {"smollm2_135m": 2}.get(path.stem, 8)  # as its first lines say
     found: list[str] = []
     try:
-        load(path, world_size=8, options=GPUS)
+        load(path, world_size=num_ranks, options=GPUS)
     except ConfigError as error:
         found = [finding.rule for finding in error.findings]
     assert found == refused
