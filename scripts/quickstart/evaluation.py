@@ -19,6 +19,7 @@ from shoal.speech.salm import SALM
 from shoal.train.recipes import load_trained
 
 MIN_CLIPS = 50
+MAX_WORD_ERROR_RATE = 0.2  # the untrained starting point hears something already; this it cannot pass
 MAX_LOSS_RATIO = 0.8  # of the loss with the clip's own audio to that with another clip's
 _BATCH_SIZE = 8
 _MAX_NEW_TOKENS = 40
@@ -48,6 +49,9 @@ class Evaluation:
         ratio = self.listening.own / self.listening.exchanged
         checks = {
             f"only {len(self.references)} held-out clips, not {MIN_CLIPS}": len(self.references) < MIN_CLIPS,
+            f"a word error rate of {self.own_audio.rate:.1%}, above {MAX_WORD_ERROR_RATE:.0%}": (
+                self.own_audio.rate > MAX_WORD_ERROR_RATE
+            ),
             f"own loss / other's loss is {ratio:.2f}, above {MAX_LOSS_RATIO}": ratio > MAX_LOSS_RATIO,
             "the interval of the difference of the losses includes 0": self.listening.low <= 0,
             "another clip's audio gives no more word errors": self.other_audio.rate <= self.own_audio.rate,
