@@ -25,7 +25,7 @@ def module() -> Iterator[Any]:
 
 
 def _failures(
-    module: Any, *, clips: int = 60, own: float = 0.5, low: float = 0.1, errors: int = 5
+    module: Any, *, clips: int = 60, own: float = 0.5, low: float = 0.1, errors: int = 5, others: int = 50
 ) -> list[str]:
     found: list[str] = module.Evaluation(
         references=("word",) * clips,
