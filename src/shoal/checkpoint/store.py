@@ -157,10 +157,13 @@ class CheckpointStore:
 
     def failure(self, name: str, error: BaseException) -> CheckpointError:
         """The error a user sees when a save fails: what, where, and that older checkpoints are intact."""
-        latest = self.latest()
-        intact = (
-            f"the previous checkpoint {latest} is intact" if latest else "there was no earlier checkpoint"
-        )
+        try:
+            latest = self.latest()
+            intact = (
+                f"the previous checkpoint {latest} is intact" if latest else "there was no earlier checkpoint"
+            )
+        except OSError:
+            intact = "the directory cannot be read either"
         return CheckpointError(f"checkpoint {self.directory / name} was not saved: {error}; {intact}")
 
     def _incomplete(self, name: str) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +114,18 @@ def loads_again(source: Path, path: Path, kind: str) -> None:
         assert load_state(path, model=model).step == 1
 
 
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A temporary directory that other users may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user to be refused")
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_forbidden_directory(ranks: RankRunner, tmp_path: Path, source: Path, kind: str) -> None:
-    directory = tmp_path / "run"
-    for parent in (tmp_path, *tmp_path.parents[:3]):
-        os.chmod(parent, 0o755)
+def test_a_forbidden_directory(ranks: RankRunner, open_path: Path, source: Path, kind: str) -> None:
+    directory = open_path / "run"
     messages = ranks(save_with_an_obstacle, 2, source, directory, kind, "forbidden", 0, timeout=60)
     assert len(set(messages)) == 1, messages
     assert "rank 0" in messages[0] and "Permission denied" in messages[0] and "step=2" in messages[0]
@@ -161,6 +169,17 @@ def test_a_killed_rank(ranks: RankRunner, tmp_path: Path, source: Path, kind: st
     assert (directory / "step=2.incomplete").exists() and not (directory / "step=2").exists()
     assert ranks(resume_and_save, 2, source, directory, kind) == [1, 1]
     assert sorted(path.name for path in directory.iterdir()) == ["step=1", "step=2"]
+
+
+def test_a_directory_that_cannot_even_be_read_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(
+        CheckpointStore, "latest", lambda self: (_ for _ in ()).throw(PermissionError(13, "no"))
+    )
+    message = str(store.failure("step=2", OSError(28, "No space left on device")))
+    assert "step=2 was not saved" in message and "cannot be read either" in message
 
 
 def test_a_damaged_shard_is_named(ranks: RankRunner, tmp_path: Path, source: Path) -> None:
