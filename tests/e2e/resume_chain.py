@@ -72,7 +72,7 @@ CHAINS: dict[str, tuple[Recipe, tuple[Layout, Layout, Layout]]] = {
         "llm",
         (Layout("fsdp2", 2, True, True), Layout("ddp", 2), Layout("hsdp", 4, compiled=True)),
     ),
-    "LLM, one to fsdp2 to one": ("llm", (ONE, Layout("fsdp2", 3), ONE)),
+    "LLM, one to fsdp2 to one": ("llm", (ONE, Layout("fsdp2", 4), ONE)),
     "LoRA, fsdp2 to ddp to hsdp": ("llm-lora", (Layout("fsdp2", 2), Layout("ddp", 2), Layout("hsdp", 4))),
     "LoRA, dp 4 to 2 to 4": ("llm-lora", (Layout("fsdp2", 4), Layout("fsdp2", 2), Layout("fsdp2", 4))),
 }

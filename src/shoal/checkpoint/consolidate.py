@@ -67,7 +67,8 @@ def consolidate(
     try:
         for part in parts:
             _write_part(path, part, target, saved, left_out, options)
-        _copy_run_config(path, target)
+        if len(parts) > 1:
+            _copy_run_config(path, target)
         publish_output(final)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from shoal.checkpoint.store import CheckpointError, write_json
@@ -128,9 +127,11 @@ def is_adapter_name(name: str) -> bool:
 
 
 def original_class(model: nn.Module) -> type[Any]:
-    """The class of a model as it was before `fully_shard` put its own in front."""
-    kind = type(model)
-    return kind.__mro__[2] if isinstance(model, FSDPModule) else kind
+    """The class of a model as it was before `fully_shard` or `replicate` of torch put its own in front."""
+    for kind in type(model).__mro__:
+        if not any(base.__module__.startswith("torch.distributed.") for base in kind.__mro__):
+            return kind
+    raise ValueError(f"{type(model).__name__} is a class of torch.distributed")
 
 
 # --------------------------------------------------------------------------------------- files beside the weights

@@ -48,6 +48,26 @@ def test_every_layout_writes_what_transformers_writes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
+def export_from_python(rank: int, world: int, layout: str, source: Path, output: Path) -> None:
+    from shoal import AutoModelForCausalLM as Sharded
+    from tests.unit.checkpoint.models import setup_of
+
+    model = Sharded.from_pretrained(source, distributed_setup=setup_of(layout, world))
+    export_model(model, output, options=SMALL)
+
+
+@pytest.mark.parametrize(("layout", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_models_of_the_python_interface_are_exported_too(
+    ranks: RankRunner, tmp_path: Path, layout: str, world: int
+) -> None:
+    source = save_source(tmp_path / "source")
+    ranks(export_from_python, world, layout, source, tmp_path / "out")
+    assert unequal(read_folder(tmp_path / "out"), read_folder(source)) == []
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.generation_config.max_new_tokens == 17
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_comes_out_as_transformers_saves_it(tmp_path: Path, family: str) -> None:
     model = tiny_lm(family)
