@@ -48,6 +48,22 @@ def speech_run(root: Path, name: str, strategy: dict[str, Any] | None, **saving:
     return run
 
 
+def train_with_slow_copies(rank: int, world: int, run: dict[str, Any]) -> int:
+    """A step that did not wait for the copy of the one before would save a mixture of both."""
+    import time
+
+    from shoal.checkpoint.staging import Staging
+
+    honest = Staging.fill
+
+    def slow(staging: Staging) -> None:
+        time.sleep(0.3)
+        honest(staging)
+
+    Staging.fill = slow  # type: ignore[method-assign]
+    return train(rank, world, run)
+
+
 @pytest.mark.parametrize("strategy", [FSDP2, None], ids=["fsdp2", "ddp"])
 def test_saving_in_the_background_keeps_what_saving_in_between_keeps(
     ranks: RankRunner, tmp_path: Path, strategy: dict[str, Any] | None
@@ -55,7 +71,7 @@ def test_saving_in_the_background_keeps_what_saving_in_between_keeps(
     """Same checkpoints on disk, same tensors in them, and the run resumes from them exactly."""
     for name, saving in (("plain", False), ("background", True)):
         run = speech_run(tmp_path, name, strategy, async_save=saving)
-        ranks(train, 2, run, init=False, timeout=120)
+        ranks(train_with_slow_copies, 2, run, init=False, timeout=120)
     stores = [CheckpointStore(tmp_path / name / "checkpoints") for name in ("plain", "background")]
     names = [[one.name for one in store.complete()] for store in stores]
     assert names[0] == names[1] and len(names[0]) >= 2

@@ -18,7 +18,7 @@ from shoal.checkpoint.export import (
     publish_output,
 )
 from shoal.checkpoint.parts import DESCRIPTION, Part, read_description
-from shoal.checkpoint.reader import SavedModel
+from shoal.checkpoint.reader import SavedModel, without_group_warning
 from shoal.checkpoint.store import CheckpointError, read_manifest
 
 CONSOLIDATED = "consolidated"
@@ -65,8 +65,9 @@ def consolidate(
     prepare_output(final)
     target = final.with_name(f"{final.name}.incomplete")
     try:
-        for part in parts:
-            _write_part(path, part, target, saved, left_out, options)
+        with without_group_warning():
+            for part in parts:
+                _write_part(path, part, target, saved, left_out, options)
         if len(parts) > 1:
             _copy_run_config(path, target)
         publish_output(final)

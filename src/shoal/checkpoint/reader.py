@@ -8,9 +8,11 @@ hold no pickle at all.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +44,14 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),  # the directory the writer was given; Python 3.13 names the module differently
     ("pathlib._local", "PosixPath"),
 }
+
+
+@contextlib.contextmanager
+def without_group_warning() -> Iterator[None]:
+    """torch warns whenever there is no process group, also when a single process is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -150,10 +160,7 @@ class SavedModel:
         """One whole tensor on the CPU; needs no process group and makes no collective."""
         entry = self.tensors[name]
         target = {self.prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        with warnings.catch_warnings():
-            # torch warns whenever there is no process group, also when a single process is what was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load_tensors(target, storage_reader=self.reader, no_dist=True)
+        load_tensors(target, storage_reader=self.reader, no_dist=True)
         return target[self.prefix + name]
 
 

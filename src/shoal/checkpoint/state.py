@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.checkpoint import optimizer as optimizer_state
 from shoal.checkpoint.agree import agreed, gather_text, is_distributed
 from shoal.checkpoint.plain import decode
-from shoal.checkpoint.reader import SavedModel, TensorReader
+from shoal.checkpoint.reader import SavedModel, TensorReader, without_group_warning
 from shoal.checkpoint.rng import RandomState
 from shoal.checkpoint.snapshot import (
     DEFAULT_SAVE,
@@ -57,7 +57,6 @@ from shoal.checkpoint.writing import (
     STATE_NAME,
     first_failure,
     read_own,
-    without_group_warning,
     write_snapshot,
 )
 

@@ -6,11 +6,9 @@ group of its own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import warnings
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from shoal.checkpoint.agree import (
 )
 from shoal.checkpoint.consolidate import CONSOLIDATED, consolidate, write_script
 from shoal.checkpoint.parts import DESCRIPTION, has_export, parts_of, write_description
-from shoal.checkpoint.reader import MODEL_FOLDER, MODEL_PREFIX
+from shoal.checkpoint.reader import MODEL_FOLDER, MODEL_PREFIX, without_group_warning
 from shoal.checkpoint.rng import RandomState
 from shoal.checkpoint.snapshot import SaveOptions, Snapshot
 from shoal.checkpoint.store import MANIFEST_NAME, CheckpointError, CheckpointStore, write_json
@@ -116,19 +114,12 @@ def _write_tensors(
     writer: StorageWriter, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> None:
     try:
-        # torch agrees on failures by itself: it raises on every rank.
-        with without_group_warning():
+        # torch agrees on failures by itself: it raises on every rank. Filters of warnings belong to the whole process
+        # and stay untouched when this may be a thread of a distributed run.
+        with nullcontext() if is_distributed() else without_group_warning():
             save_tensors(tensors, storage_writer=writer, process_group=group, no_dist=not is_distributed())
     except CheckpointException as error:
         raise CheckpointError(first_failure(error)) from error
-
-
-@contextlib.contextmanager
-def without_group_warning() -> Iterator[None]:
-    """torch warns whenever there is no process group, also when a single process is what was asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
 
 
 def _write_own(target: Path, rng: RandomState, group: dist.ProcessGroup | None) -> None:

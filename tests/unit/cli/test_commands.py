@@ -53,7 +53,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["evaluate", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["train", "--help"], ["evaluate", "--help"], ["export", "--help"]]
+)
 def test_help_is_cheap_and_imports_no_torch(words: list[str]) -> None:
     code = (
         "import sys, atexit; from shoal.cli import main;"
