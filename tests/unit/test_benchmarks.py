@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import loading, overhead, peers
+from benchmarks import checkpoint, loading, overhead, peers
 
 
 @pytest.mark.slow
@@ -67,3 +67,23 @@ def test_measured_loading_stays_within_its_limit() -> None:
     assert set(result["cases"]) == set(loading.CHECKPOINTS)
     for case in result["cases"].values():
         assert case["bytes_on_disk"] >= 1e9 and case["memory_ratio"] <= loading.MEMORY_LIMIT
+
+
+def test_measured_checkpoints_stay_within_their_limits() -> None:
+    """The figures in the repository."""
+    result = json.loads((Path(checkpoint.__file__).parent / "results" / "checkpoint.json").read_text())
+    assert result["targets"] == checkpoint.TARGETS and result["model"] == checkpoint.MODEL
+    for name, target in checkpoint.TARGETS.items():
+        assert result["ratios"][name] <= target, name
+    assert min(result["state_bytes_per_rank"]) > 2e8
+
+
+@pytest.mark.slow
+def test_checkpoint_measures_every_way_of_saving(tmp_path: Path) -> None:
+    command = [sys.executable, checkpoint.__file__, "--repetitions", "1", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads((tmp_path / "checkpoint.json").read_text())
+    for name, ratio in result["ratios"].items():
+        assert 0 < ratio < 10 and f"{name:<14} {ratio:.3f}" in done.stdout
+    assert {len(result["seconds"][kind]) for kind in (*checkpoint.KINDS, "waiting")} == {2}
+    assert len(result["seconds"]["step"]) == 2 * len(result["seconds"]["step while saving"]) == 4
