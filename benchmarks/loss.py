@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "ignored": 0.75,
     },
-    "SmolLM2-135M head, bfloat16": {"tokens": 128, "hidden": 576, "vocab": 49152, "dtype": "bfloat16"},
+    "SmolLM2-135M head, bfloat16": {"tokens": 1024, "hidden": 576, "vocab": 49152, "dtype": "bfloat16"},
 }
 
 
