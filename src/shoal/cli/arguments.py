@@ -3,8 +3,40 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from shoal.config import LoadOptions
+from shoal.config import ConfigError, Finding, LoadOptions
+from shoal.launch.local import launched_world_size, run_local
+
+
+def add_ranks_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds ``--nproc-per-node``; `default` says what happens without it."""
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help=f"ranks to start here (default: {default})"
+    )
+
+
+def requested_ranks(arguments: argparse.Namespace) -> int | None:
+    """Returns ``--nproc-per-node``.
+
+    Raises:
+        ConfigError: It is less than one.
+    """
+    num_ranks: int | None = arguments.nproc_per_node
+    if num_ranks is not None and num_ranks < 1:
+        finding = Finding("nproc-per-node", "--nproc-per-node", num_ranks, "at least 1", "--nproc-per-node 1")
+        raise ConfigError([finding])
+    return num_ranks
+
+
+def run_on_ranks(command: str, words: Sequence[str], num_ranks: int | None) -> int | None:
+    """Starts the ranks of a command and returns their exit status.
+
+    None means that the command is to run in this process: it is the only rank, or one that a launcher has started.
+    """
+    if num_ranks is None or num_ranks == 1 or launched_world_size() is not None:
+        return None
+    return run_local(num_ranks, ["-m", "shoal.cli", command, *words])
 
 
 def add_trust_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shoal.cli.arguments import add_trust_options, load_options
+from shoal.cli.arguments import (
+    add_ranks_option,
+    add_trust_options,
+    load_options,
+    requested_ranks,
+    run_on_ranks,
+)
 from shoal.config import load_arguments
 from shoal.config.evaluate import EvaluateConfig
 
@@ -20,9 +26,13 @@ def run(words: Sequence[str]) -> int:
         prog="shoal evaluate", description="Measure the word error rate, or the perplexity."
     )
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="fields of EvaluateConfig")
+    add_ranks_option(parser, "one")
     add_trust_options(parser)
     given = parser.parse_intermixed_args(list(words))
     config = load_arguments(EvaluateConfig, given.arguments, options=load_options(given))
+    status = run_on_ranks("evaluate", words, requested_ranks(given))
+    if status is not None:
+        return status
 
     from shoal.train.llm_trained import kind_of
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import add_trust_options, load_options
+from shoal.cli.arguments import add_ranks_option, add_trust_options, load_options, requested_ranks
 from shoal.config import ConfigError, Finding, LLMConfig, Loaded, LoadOptions, SpeechConfig, load
 from shoal.launch.local import launched_world_size, run_local
 
@@ -17,12 +17,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shoal train", description="Train a model from a YAML file.")
     parser.add_argument("config", help="path of the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a key, as dotted path")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="ranks to start here (default: trainer.devices, or one per GPU)",
-    )
+    add_ranks_option(parser, "trainer.devices, or one per GPU")
     parser.add_argument(
         "--strict-topology", action="store_true", help="refuse layouts that leave the fast links of a node"
     )
@@ -37,16 +32,12 @@ def run(words: Sequence[str]) -> int:
         ConfigError: The configuration is refused; nothing has been started.
     """
     arguments = _parser().parse_intermixed_args(list(words))
-    num_ranks = arguments.nproc_per_node
-    if num_ranks is not None and num_ranks < 1:
-        finding = Finding("nproc-per-node", "--nproc-per-node", num_ranks, "at least 1", "--nproc-per-node 1")
-        raise ConfigError([finding])
     return train(
         arguments.config,
         arguments.overrides,
         options=load_options(arguments),
         program=["-m", "shoal.cli", "train", *words],
-        num_ranks=num_ranks,
+        num_ranks=requested_ranks(arguments),
     )
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+import shoal.cli.arguments
 import shoal.cli.train
 from shoal import __version__
 from shoal.cli import COMMANDS, main
+from shoal.cli.arguments import run_on_ranks
 from shoal.config import Loaded
 from shoal.launch.local import launched_world_size, run_local, torchrun_command
 from tests.unit.config.base import base, merged
@@ -252,3 +254,19 @@ def test_hydra_script_composes_and_refuses_like_the_command(tmp_path: Path) -> N
     assert "run-ends" not in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_ranks_of_an_evaluation_are_started_here(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(shoal.cli.arguments, "run_local", lambda number, program: seen.append(program) or 3)
+    words = [command, "pretrained_name=somewhere", "--nproc-per-node", "2"]
+    assert main(words) == 3
+    assert seen == [["-m", "shoal.cli", *words]]
+    assert main([*words[:-1], "0"]) == 2
+
+
+def test_a_launched_rank_of_an_evaluation_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_on_ranks("evaluate", ["--nproc-per-node", "2"], 2) is None

@@ -1,0 +1,185 @@
+"""Fine-tunes SmolLM2-135M as examples/llm/smollm2_135m.yaml says, and lets plain transformers check the outcome.
+
+What a user would do, command by command: fetch weights and texts, `shoal evaluate`, `shoal train` on two FSDP2 ranks
+with packing, `shoal evaluate`, `shoal export`. The whole held-out set is evaluated each time. Then a process that knows
+transformers and not Shoal reads the export and the texts and has to find the same perplexity.
+
+    perplexity = exp( sum of token losses / number of supervised tokens ), texts cut into pieces of 256 tokens,
+                 the first token of a piece is not supervised
+
+    python benchmarks/smollm2.py [--results FOLDER]
+
+Takes about twenty minutes on two cores. Writes smollm2.json and the table in docs/text-data.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.provenance import provenance  # noqa: E402 (needs the path above)
+
+RESULTS = Path(__file__).parent / "results"
+CONFIG = "examples/llm/smollm2_135m.yaml"
+MODEL, HELD_OUT = "data/smollm2/model", "data/smollm2/valid"
+LENGTH = 256
+NUM_RANKS = 2
+DIGITS = 4
+DOCUMENT = ROOT / "docs" / "text-data.md"
+BEGIN, END = "<!-- smollm2: begin -->\n", "<!-- smollm2: end -->"
+
+
+def shoal(*words: str) -> float:
+    """Runs a command of Shoal in the repository; returns its CPU seconds over all ranks."""
+    print(f"\n$ shoal {' '.join(words)}", flush=True)
+    before = _children_cpu_seconds()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "shoal.cli", *words], cwd=ROOT, env=environment, check=True)
+    return _children_cpu_seconds() - before
+
+
+def perplexity(model: str, folder: Path, *more: str) -> dict[str, Any]:
+    """What `shoal evaluate` says of a model or run."""
+    answers = folder / "evaluation.jsonl"
+    words = [f"pretrained_name={model}", "dtype=float32", f"output_manifest={answers}", *more]
+    seconds = shoal("evaluate", *words, "--nproc-per-node", str(NUM_RANKS))
+    (line,) = answers.read_text().splitlines()
+    return {**json.loads(line), "cpu_seconds": seconds}
+
+
+def reference_perplexity(model: str, texts: str) -> dict[str, Any]:
+    """The same from transformers alone: one text, one piece, one forward after the other."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    llm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    total, count = 0.0, 0
+    for path in sorted(Path(texts).glob("*.txt")):
+        text = path.read_text(encoding="utf-8")
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
+        for piece in ids.split(LENGTH, dim=1):
+            if piece.shape[1] > 1:
+                with torch.no_grad():
+                    loss = llm(input_ids=piece, labels=piece).loss  # the mean over all but the first token
+                total += float(loss) * (piece.shape[1] - 1)
+                count += piece.shape[1] - 1
+    return {"perplexity": math.exp(total / count), "num_tokens": count}
+
+
+def run_reference(model: Path) -> dict[str, Any]:
+    """`reference_perplexity` in a process of its own."""
+    print(f"\n$ plain transformers reads {model}", flush=True)
+    command = [sys.executable, __file__, "--reference", str(model)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def same_digits(ours: float, theirs: float) -> bool:
+    """Whether two figures round to the same DIGITS digits, and differ by less than half a unit of the last one."""
+    return f"{ours:.{DIGITS}g}" == f"{theirs:.{DIGITS}g}" or abs(ours / theirs - 1) < 0.5 * 10**-DIGITS
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Runs everything.
+
+    Raises:
+        SystemExit: The perplexity did not fall, or transformers finds another one.
+    """
+    subprocess.run([sys.executable, "scripts/smollm2.py"], cwd=ROOT, check=True)
+    before = perplexity(MODEL, folder, f"inputs={HELD_OUT}", f"seq_length={LENGTH}")
+    run, export = folder / "run", folder / "export"
+    ranks = ["--nproc-per-node", str(NUM_RANKS)]
+    seconds = shoal("train", CONFIG, f"checkpoint.checkpoint_dir={run}", *ranks)
+    after = perplexity(str(run), folder)
+    shoal("export", str(run), str(export))
+    exported, consolidated = run_reference(export), run_reference(next(run.glob("*/consolidated")))
+    check(before, after, exported, consolidated)
+    return {
+        "before": before,
+        "after": after,
+        "training_cpu_seconds": seconds,
+        "history": [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()],
+        "transformers": {"export": exported, "consolidated": consolidated},
+    }
+
+
+def check(before: dict[str, Any], after: dict[str, Any], *references: dict[str, Any]) -> None:
+    """Stops unless training helped and every reference agrees.
+
+    Raises:
+        SystemExit: With the figures that do not fit.
+    """
+    if after["perplexity"] >= before["perplexity"] or after["num_tokens"] != before["num_tokens"]:
+        raise SystemExit(f"training did not help: {before} before, {after} after")
+    for reference in references:
+        same = same_digits(after["perplexity"], reference["perplexity"])
+        if not same or reference["num_tokens"] != after["num_tokens"]:
+            raise SystemExit(f"transformers finds {reference} where shoal evaluate finds {after}")
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures for the documentation."""
+    before, after, history = result["before"], result["after"], result["history"]
+    theirs = result["transformers"]["export"]
+    tokens = sum(step["num_tokens"] for step in history)
+    return (
+        f"Measured by `python benchmarks/smollm2.py` at commit {result['commit'][:7]}: SmolLM2-135M-Instruct, "
+        f"{len(history)} steps\n"
+        f"({tokens:,} supervised tokens, {result['training_cpu_seconds']:.0f} CPU-seconds) on {NUM_RANKS} FSDP2 "
+        f"ranks, packed; the whole held-out set of {after['num_tokens']:,}\ntokens.\n\n"
+        "| | perplexity |\n| --- | --- |\n"
+        f"| `shoal evaluate`, before | {before['perplexity']:.4f} |\n"
+        f"| `shoal evaluate`, after | {after['perplexity']:.4f} |\n"
+        f"| `shoal export`, read by plain transformers | {theirs['perplexity']:.4f} |\n"
+    )
+
+
+def write_document(result: dict[str, Any]) -> None:
+    """Replaces the table between the marks of the documentation."""
+    head, rest = DOCUMENT.read_text().split(BEGIN)
+    _, tail = rest.split(END)
+    DOCUMENT.write_text(head + BEGIN + table(result) + END + tail)
+
+
+def _children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of smollm2.json")
+    parser.add_argument("--reference", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.reference is not None:
+        print(json.dumps(reference_perplexity(options.reference, HELD_OUT)))
+        return 0
+    facts = provenance(__doc__ or "")
+    with tempfile.TemporaryDirectory() as folder:
+        result = {**facts, "ranks": NUM_RANKS, **measure(Path(folder))}
+    options.results.mkdir(exist_ok=True)
+    (options.results / "smollm2.json").write_text(json.dumps(result, indent=2) + "\n")
+    if options.results == RESULTS:
+        write_document(result)
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
