@@ -16,6 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from shoal.kernels.vocab import (
+    VocabShard,
+    accumulation_dtype,
+    check_shard,
+    gather_logits,
+    losses_and_gradient,
+)
+
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk when no chunk size is given: 64 MiB in float32."""
 
@@ -42,6 +50,7 @@ def token_losses(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_size: int | None = None,
+    vocab: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums the cross-entropy over all tokens with a label, chunk by chunk.
 
@@ -54,18 +63,24 @@ def token_losses(
     `chunk_size` rows of logits. Tokens without a label cost nothing and their hidden states are not read. When
     no token has one, the loss is 0 and the gradients are 0, not absent.
 
+    With `vocab` the head's rows are spread over a group whose ranks hold the same hidden states and labels. Each
+    multiplies by its own rows; a chunk costs two all-reduces, one number per token for the maximum and four for the
+    sums. Results are identical on every rank. The gradients of weight and bias are complete for their rows, that of
+    the hidden states is this rank's share, to be summed over the group by whoever copied them to its ranks.
+
     Args:
         hidden: [N, H], floating point.
-        weight: [V, H], a plain tensor: a sharded weight has to be gathered, as it is inside the forward of the
-            module that owns it. It may be frozen, or be the input embedding as well.
-        labels: [N] int64 in [0, V), or `ignore_index`; already shifted.
-        bias: [V], for heads that have one.
+        weight: [V, H], or [V_local, H] with `vocab`, a plain tensor: a DTensor has to be gathered, as it is inside
+            the forward of the module that owns it. It may be frozen, or be the input embedding as well.
+        labels: [N] int64 in [0, V), or `ignore_index`; already shifted. Ids of the whole vocabulary.
+        bias: [V] or [V_local], for heads that have one.
         ignore_index: The label of tokens that carry no loss.
         softcap: Bound of the logits, as Gemma 2 has it (arXiv 2408.00118, section 2).
         logit_scale: Factor of the logits, as Cohere and (inverted) Granite have it.
         label_smoothing: In [0, 1], share of the target spread evenly over the vocabulary.
         z_loss: Weight of the squared log-partition (arXiv 2204.02311, section 5).
-        chunk_size: Tokens per chunk; chosen for 64 MiB of float32 logits when not given.
+        chunk_size: Tokens per chunk, the same on every rank; chosen for 64 MiB of float32 logits when not given.
+        vocab: The rank's part of the vocabulary, where a group shares it.
 
     Returns:
         The loss summed over the labelled tokens, a scalar with gradient that can be differentiated once, and the
@@ -75,6 +90,8 @@ def token_losses(
         ValueError: Shapes do not fit, or an argument is out of its range.
     """
     _check(hidden, weight, labels, bias, label_smoothing, softcap, chunk_size)
+    if vocab is not None:
+        check_shard(weight.shape[0], labels, vocab, ignore_index, label_smoothing)
     labelled = (labels != ignore_index).nonzero()[:, 0]
     if len(labelled) < len(labels):
         hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
@@ -83,11 +100,13 @@ def token_losses(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    rows = max(1, CHUNK_ELEMENTS // weight.shape[0]) if chunk_size is None else chunk_size
+    # Ranks with fewer rows, or none, must cut the tokens as the others do.
+    num_columns = weight.shape[0] if vocab is None else vocab.num_longest
+    rows = max(1, CHUNK_ELEMENTS // num_columns) if chunk_size is None else chunk_size
     terms = _Terms(softcap, logit_scale, label_smoothing, z_loss)
     with torch.autocast(device, enabled=False):
         sums: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labels, terms, rows, torch.is_grad_enabled()
+            hidden, weight, bias, labels, terms, vocab, rows, torch.is_grad_enabled()
         )
     return sums
 
@@ -103,13 +122,16 @@ def reference_token_losses(
     logit_scale: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    vocab: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Says what `token_losses` computes, with all logits at once and torch's own cross-entropy."""
-    logits = F.linear(hidden, weight, bias).to(_accumulation_dtype(hidden))
+    logits = F.linear(hidden, weight, bias).to(accumulation_dtype(hidden))
     if logit_scale is not None:
         logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if vocab is not None:
+        logits = gather_logits(logits, vocab)
     loss_sum = F.cross_entropy(
         logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
     )
@@ -129,10 +151,11 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         terms: _Terms,
+        vocab: VocabShard | None,
         chunk_size: int,
         with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _accumulation_dtype(hidden)
+        dtype = accumulation_dtype(hidden)
         wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
@@ -141,7 +164,9 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(labels), chunk_size):
             rows = slice(start, start + chunk_size)
             logits = F.linear(hidden[rows], weight, bias).to(dtype)
-            losses, correct, grad_logits = _losses_and_gradient(logits, labels[rows], terms, any(wanted))
+            losses, correct, grad_logits = _losses_and_gradient(
+                logits, labels[rows], terms, vocab, any(wanted)
+            )
             loss_sum += losses.sum()
             num_correct += correct.sum()
             if grad_bias is not None:
@@ -168,46 +193,32 @@ class _ChunkedLoss(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_loss).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _losses_and_gradient(
-    logits: Tensor, labels: Tensor, terms: _Terms, with_gradient: bool
+    logits: Tensor, labels: Tensor, terms: _Terms, vocab: VocabShard | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a chunk's losses [C], hits [C] and the loss's gradient [C, V]; overwrites `logits` [C, V]."""
+    """Returns a chunk's losses [C], hits [C] and the gradient of the head's product; overwrites `logits` [C, V]."""
     if terms.logit_scale is not None:
         logits.mul_(terms.logit_scale)
     tanh = None
     if terms.softcap is not None:
         tanh = logits.div_(terms.softcap).tanh_()
         logits = tanh * terms.softcap
-    peak, best = logits.max(-1, keepdim=True)
-    target = logits.gather(-1, labels[:, None])
-    mean = logits.mean(-1) if terms.label_smoothing else None
-    # The buffer of the logits becomes that of the probabilities and then of the gradient.
-    probabilities = logits.sub_(peak).exp_()
-    total = probabilities.sum(-1, keepdim=True)
-    log_partition = (peak + total.log())[:, 0]
-    losses = (1.0 - terms.label_smoothing) * (log_partition - target[:, 0])
-    if mean is not None:
-        losses += terms.label_smoothing * (log_partition - mean)
-    losses += terms.z_loss * log_partition.square()
-    correct = best[:, 0] == labels
-    if not with_gradient:
-        return losses, correct, probabilities
-    gradient = probabilities.mul_((1.0 + 2.0 * terms.z_loss * log_partition[:, None]) / total)
-    if terms.label_smoothing:
-        gradient -= terms.label_smoothing / gradient.shape[-1]
-    gradient.scatter_add_(-1, labels[:, None], torch.full_like(target, terms.label_smoothing - 1.0))
-    if tanh is not None:
+    losses, correct, gradient = losses_and_gradient(
+        logits,
+        labels,
+        vocab,
+        label_smoothing=terms.label_smoothing,
+        z_loss=terms.z_loss,
+        with_gradient=with_gradient,
+    )
+    if with_gradient and tanh is not None:
         gradient.mul_(tanh.square_().neg_().add_(1.0))
-    if terms.logit_scale is not None:
+    if with_gradient and terms.logit_scale is not None:
         gradient.mul_(terms.logit_scale)
     return losses, correct, gradient
-
-
-def _accumulation_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def _check(

@@ -1,0 +1,278 @@
+"""Cross-entropy of logits whose vocabulary is spread over the ranks of a group.
+
+A rank holds the logits of its own range of ids and never sees another's: two all-reduces of a few numbers per token
+give every rank the same losses. `reference_vocab_parallel_losses` says the same with gathered logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The range of ids whose rows of the head this rank holds; ranges of a group follow each other by rank.
+
+    Attributes:
+        group: The ranks that share the vocabulary.
+        start: First id of this rank; `num_total` for a rank without ids.
+        num_local: Number of its ids, possibly 0.
+        num_total: Size of the vocabulary.
+
+    Raises:
+        ValueError: The range does not lie inside the vocabulary.
+    """
+
+    group: ProcessGroup
+    start: int
+    num_local: int
+    num_total: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.num_local < 0 or not 0 < self.num_total >= self.start + self.num_local:
+            raise ValueError(
+                f"VocabShard: ids {self.start} to {self.start + self.num_local} do not lie in a vocabulary of "
+                f"{self.num_total}; VocabShard.of(num_total, group) computes the range"
+            )
+
+    @classmethod
+    def of(cls, num_total: int, group: ProcessGroup) -> VocabShard:
+        """Returns this rank's range as `torch.chunk` and `Shard(0)` cut it: equal parts, the last ones fewer."""
+        rank, longest = dist.get_rank(group), -(-num_total // dist.get_world_size(group))
+        start = min(rank * longest, num_total)
+        return cls(group, start, min(longest, num_total - start), num_total)
+
+    @property
+    def num_longest(self) -> int:
+        """Most ids that a rank of the group holds when they are spread evenly; the same on every rank."""
+        return -(-self.num_total // self.group.size())
+
+
+def vocab_parallel_losses(
+    logits: Tensor,
+    labels: Tensor,
+    vocab: VocabShard,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Returns each token's cross-entropy, and whether its label has the largest logit.
+
+    A token's loss is (1 - label_smoothing) * (lse(z) - z[label]) + label_smoothing * (lse(z) - mean(z)) +
+    z_loss * lse(z)**2 over the logits z of the whole vocabulary, in float32 (float64 for float64). Of equal largest
+    logits the first counts. Communicates twice, one number per token for the maximum and four for the sums, and not
+    at all when no token has a label.
+
+    Every rank has the same number of tokens and the same labels, and differentiates the same function of the
+    losses. A rank's gradient is that of this one function with respect to its own logits: complete, not to be summed.
+
+    Args:
+        logits: [N, V_local], floating point.
+        labels: [N] int64 in [0, V), ids of the whole vocabulary, or `ignore_index`; already shifted.
+        vocab: Which ids the columns of `logits` are.
+        ignore_index: The label of tokens that carry no loss: theirs is 0, they are not correct, and their logits
+            are not read.
+        label_smoothing: In [0, 1], share of the target spread evenly over the vocabulary.
+        z_loss: Weight of the squared log-partition (arXiv 2204.02311, section 5).
+
+    Returns:
+        Losses [N], which can be differentiated once, and correct [N] bool; identical on every rank of the group.
+
+    Raises:
+        ValueError: Shapes do not fit, or an argument is out of its range.
+    """
+    check_shard(logits.shape[-1], labels, vocab, ignore_index, label_smoothing)
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        shapes = f"logits {list(logits.shape)}, labels {list(labels.shape)}"
+        raise ValueError(f"vocab_parallel_losses: {shapes} do not fit; give [N, {vocab.num_local}] and [N]")
+    labelled = (labels != ignore_index).nonzero()[:, 0]
+    given = logits.index_select(0, labelled)
+    with torch.autocast(logits.device.type, enabled=False):
+        some, correct = _VocabParallelLosses.apply(  # type: ignore[no-untyped-call]
+            given, labels.index_select(0, labelled), vocab, label_smoothing, z_loss, torch.is_grad_enabled()
+        )
+    losses = some.new_zeros(len(labels)).index_copy(0, labelled, some)
+    return losses, torch.zeros_like(labels, dtype=torch.bool).index_copy(0, labelled, correct)
+
+
+def reference_vocab_parallel_losses(
+    logits: Tensor,
+    labels: Tensor,
+    vocab: VocabShard,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Says what `vocab_parallel_losses` computes, with all logits on every rank and torch's own cross-entropy."""
+    whole = gather_logits(logits.to(accumulation_dtype(logits)), vocab)
+    losses = F.cross_entropy(
+        whole, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    labelled = labels != ignore_index
+    losses = losses + (z_loss * whole.logsumexp(-1).square()).where(labelled, 0.0)
+    return losses, (whole.detach().argmax(-1) == labels) & labelled
+
+
+def gather_logits(logits: Tensor, vocab: VocabShard) -> Tensor:
+    """Returns the logits [..., V] of the whole vocabulary from each rank's [..., V_local].
+
+    Gradient: the part of the result's that belongs to this rank's ids; nothing is summed over ranks.
+    """
+    whole = logits.new_zeros(*logits.shape[:-1], vocab.num_total)
+    before, own, after = whole.tensor_split([vocab.start, vocab.start + vocab.num_local], dim=-1)
+    own.copy_(logits.detach())
+    dist.all_reduce(whole, op=dist.ReduceOp.SUM, group=vocab.group)
+    return torch.cat([before, logits, after], dim=-1)
+
+
+class _VocabParallelLosses(torch.autograd.Function):
+    """Losses and their gradient in one pass; backward only scales what forward has computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab: VocabShard,
+        label_smoothing: float,
+        z_loss: float,
+        with_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wanted = with_gradient and ctx.needs_input_grad[0]
+        losses, correct, gradient = losses_and_gradient(
+            logits.to(accumulation_dtype(logits), copy=True),
+            labels,
+            vocab,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            with_gradient=wanted,
+        )
+        ctx.gradient, ctx.dtype = gradient if wanted else None, logits.dtype
+        ctx.mark_non_differentiable(correct)
+        return losses, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradient is None:
+            raise RuntimeError("vocab_parallel_losses: the gradient was handed out; call backward once")
+        gradient, ctx.gradient = ctx.gradient, None
+        return (gradient.mul_(grad_losses[:, None]).to(ctx.dtype), None, None, None, None, None)
+
+
+def losses_and_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    vocab: VocabShard | None,
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes losses, hits and the losses' gradient where the logits are.
+
+    Args:
+        logits: [C, V] or, with `vocab`, this rank's [C, V_local]; float32 or float64, overwritten.
+        labels: [C] int64, ids of the whole vocabulary, all of them given.
+        vocab: The rank's part, or None when the logits are whole.
+        label_smoothing: As in `vocab_parallel_losses`.
+        z_loss: As in `vocab_parallel_losses`.
+        with_gradient: Whether the third result means anything.
+
+    Returns:
+        Losses [C], correct [C] bool, and the gradient of each token's loss with respect to its own logits, with the
+        shape of `logits`.
+    """
+    num_total = logits.shape[-1] if vocab is None else vocab.num_total
+    columns, owned = _own_columns(labels, vocab)
+    peak, first = _local_peak(logits, 0 if vocab is None else vocab.start)
+    local_peak = peak
+    if vocab is not None and len(labels):
+        peak = peak.clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=vocab.group)
+    # A label wins where it is the first largest logit: one vote for it, one against from every earlier one.
+    votes = (first == labels).to(logits.dtype) - (first < labels).to(logits.dtype)
+    votes = votes.where(local_peak == peak, 0.0)
+    target = _at(logits, columns).where(owned, 0.0)
+    mean = logits.sum(-1) / num_total if label_smoothing else torch.zeros_like(peak)
+    # The buffer of the logits becomes that of the probabilities and then of the gradient.
+    probabilities = logits.sub_(peak[:, None]).exp_()
+    sums = torch.stack([probabilities.sum(-1), target, mean, votes])
+    if vocab is not None and len(labels):
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=vocab.group)
+    total, target, mean, votes = sums
+    log_partition = peak + total.log()
+    losses = (1.0 - label_smoothing) * (log_partition - target)
+    if label_smoothing:
+        losses += label_smoothing * (log_partition - mean)
+    losses += z_loss * log_partition.square()
+    if with_gradient:
+        probabilities.mul_(((1.0 + 2.0 * z_loss * log_partition) / total)[:, None])
+        if label_smoothing:
+            probabilities -= label_smoothing / num_total
+        _add_at(probabilities, columns, owned.to(losses.dtype) * (label_smoothing - 1.0))
+    return losses, votes == 1.0, probabilities
+
+
+def _own_columns(labels: Tensor, vocab: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Returns the column [C] of each label, any one where the rank has none, and where it has one [C] bool."""
+    if vocab is None:
+        return labels, torch.ones_like(labels, dtype=torch.bool)
+    columns = labels - vocab.start
+    owned = (columns >= 0) & (columns < vocab.num_local)
+    return columns.where(owned, 0), owned
+
+
+def _local_peak(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Returns the largest of each row [C] and its first id [C]; without columns -inf and an id past every label."""
+    if logits.shape[-1] == 0:
+        nothing = logits.new_full(logits.shape[:1], -torch.inf)
+        return nothing, torch.full_like(nothing, torch.iinfo(torch.int64).max, dtype=torch.int64)
+    peak, first = logits.max(-1)
+    return peak, first + start
+
+
+def _at(logits: Tensor, columns: Tensor) -> Tensor:
+    if logits.shape[-1] == 0:
+        return logits.new_zeros(logits.shape[:1])
+    return logits.gather(-1, columns[:, None])[:, 0]
+
+
+def _add_at(gradient: Tensor, columns: Tensor, values: Tensor) -> None:
+    if gradient.shape[-1] > 0:
+        gradient.scatter_add_(-1, columns[:, None], values[:, None])
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns what losses of a tensor are computed in: float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def check_shard(
+    num_local: int, labels: Tensor, vocab: VocabShard, ignore_index: int, label_smoothing: float
+) -> None:
+    """Raises ValueError when a rank's part is not what `vocab` says or a label is no id of the vocabulary.
+
+    Unlike an index into all logits, a label that no rank holds would not fail by itself.
+    """
+    if num_local != vocab.num_local:
+        raise ValueError(
+            f"vocab: this rank has {num_local} rows of the head, but VocabShard.num_local is {vocab.num_local}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing: {label_smoothing} is outside [0, 1]")
+    outside = labels[((labels < 0) | (labels >= vocab.num_total)) & (labels != ignore_index)]
+    if len(outside):
+        raise ValueError(
+            f"labels: {int(outside[0])} is neither in [0, {vocab.num_total}) nor the ignored {ignore_index}"
+        )
