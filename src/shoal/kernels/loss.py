@@ -64,9 +64,10 @@ def token_losses(
     no token has one, the loss is 0 and the gradients are 0, not absent.
 
     With `vocab` the head's rows are spread over a group whose ranks hold the same hidden states and labels. Each
-    multiplies by its own rows; a chunk costs two all-reduces, one number per token for the maximum and four for the
-    sums. Results are identical on every rank. The gradients of weight and bias are complete for their rows, that of
-    the hidden states is this rank's share, to be summed over the group by whoever copied them to its ranks.
+    multiplies by its own rows; a chunk costs one all-gather of five numbers per token, and chunks grow with the
+    number of ranks. Results are identical on every rank. The gradients of weight and bias are complete for their
+    rows; that of the hidden states is this rank's share, to be summed over the group by whoever copied them to its
+    ranks.
 
     Args:
         hidden: [N, H], floating point.

@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose vocabulary is spread over the ranks of a group.
 
-A rank holds the logits of its own range of ids and never sees another's: two all-reduces of a few numbers per token
-give every rank the same losses. `reference_vocab_parallel_losses` says the same with gathered logits.
+A rank holds the logits of its own range of ids and never sees another's: one exchange of five numbers per token
+gives every rank the same losses. `reference_vocab_parallel_losses` says the same with gathered logits.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def vocab_parallel_losses(
 
     A token's loss is (1 - label_smoothing) * (lse(z) - z[label]) + label_smoothing * (lse(z) - mean(z)) +
     z_loss * lse(z)**2 over the logits z of the whole vocabulary, in float32 (float64 for float64). Of equal largest
-    logits the first counts. Communicates twice, one number per token for the maximum and four for the sums, and not
-    at all when no token has a label.
+    logits the first counts, as in `Tensor.argmax`. Communicates once: an all-gather of five numbers per token with a
+    label (largest logit, sum of exponentials, label's logit, mean, vote on the label); not at all without such a
+    token.
 
     Every rank has the same number of tokens and the same labels, and differentiates the same function of the
     losses. A rank's gradient is that of this one function with respect to its own logits: complete, not to be summed.
@@ -196,32 +197,40 @@ def losses_and_gradient(
     num_total = logits.shape[-1] if vocab is None else vocab.num_total
     columns, owned = _own_columns(labels, vocab)
     peak, first = _local_peak(logits, 0 if vocab is None else vocab.start)
-    local_peak = peak
-    if vocab is not None and len(labels):
-        peak = peak.clone()
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=vocab.group)
-    # A label wins where it is the first largest logit: one vote for it, one against from every earlier one.
-    votes = (first == labels).to(logits.dtype) - (first < labels).to(logits.dtype)
-    votes = votes.where(local_peak == peak, 0.0)
+    # A label is the first largest logit where the sum of votes is 1: an equal logit before it votes against it.
+    vote = (first == labels).to(logits.dtype) - (first < labels).to(logits.dtype)
     target = _at(logits, columns).where(owned, 0.0)
     mean = logits.sum(-1) / num_total if label_smoothing else torch.zeros_like(peak)
-    # The buffer of the logits becomes that of the probabilities and then of the gradient.
-    probabilities = logits.sub_(peak[:, None]).exp_()
-    sums = torch.stack([probabilities.sum(-1), target, mean, votes])
-    if vocab is not None and len(labels):
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=vocab.group)
-    total, target, mean, votes = sums
-    log_partition = peak + total.log()
-    losses = (1.0 - label_smoothing) * (log_partition - target)
+    # The buffer of the logits becomes that of the exponentials and then of the gradient.
+    gradient = logits.sub_(peak[:, None]).exp_()
+    parts = torch.stack([peak, gradient.sum(-1), target, mean, vote])
+    peaks, totals, targets, means, votes = _of_every_rank(parts, vocab).unbind(1)
+    highest = peaks.amax(0)
+    total = (totals * (peaks - highest).exp()).sum(0)
+    log_partition = highest + total.log()
+    losses = (1.0 - label_smoothing) * (log_partition - targets.sum(0))
     if label_smoothing:
-        losses += label_smoothing * (log_partition - mean)
+        losses += label_smoothing * (log_partition - means.sum(0))
     losses += z_loss * log_partition.square()
     if with_gradient:
-        probabilities.mul_(((1.0 + 2.0 * z_loss * log_partition) / total)[:, None])
+        gradient.mul_(((peak - highest).exp() * (1.0 + 2.0 * z_loss * log_partition) / total)[:, None])
         if label_smoothing:
-            probabilities -= label_smoothing / num_total
-        _add_at(probabilities, columns, owned.to(losses.dtype) * (label_smoothing - 1.0))
-    return losses, votes == 1.0, probabilities
+            gradient -= label_smoothing / num_total
+        _add_at(gradient, columns, owned.to(gradient.dtype) * (label_smoothing - 1.0))
+    return losses, votes.where(peaks == highest, 0.0).sum(0) == 1.0, gradient
+
+
+def _of_every_rank(parts: Tensor, vocab: VocabShard | None) -> Tensor:
+    """Returns the parts [K, C] of all ranks of the group as [W, K, C], in the order of ranks.
+
+    Every rank then adds up the same numbers in the same order, so that results do not differ in a bit.
+    """
+    if vocab is None or parts.numel() == 0:
+        return parts[None]
+    size, (num_parts, num_tokens) = vocab.group.size(), parts.shape
+    gathered = parts.new_empty(size * num_parts, num_tokens)
+    dist.all_gather_into_tensor(gathered, parts, group=vocab.group)
+    return gathered.view(size, num_parts, num_tokens)
 
 
 def _own_columns(labels: Tensor, vocab: VocabShard | None) -> tuple[Tensor, Tensor]:
@@ -234,12 +243,17 @@ def _own_columns(labels: Tensor, vocab: VocabShard | None) -> tuple[Tensor, Tens
 
 
 def _local_peak(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Returns the largest of each row [C] and its first id [C]; without columns -inf and an id past every label."""
+    """Returns the largest of each row [C], always finite unless a logit is inf or nan, and its first id [C].
+
+    Without columns, or with nothing but -inf in them, the first is the least finite number, so that subtracting it
+    is safe; without columns the id lies past every label.
+    """
+    least = torch.finfo(logits.dtype).min
     if logits.shape[-1] == 0:
-        nothing = logits.new_full(logits.shape[:1], -torch.inf)
+        nothing = logits.new_full(logits.shape[:1], least)
         return nothing, torch.full_like(nothing, torch.iinfo(torch.int64).max, dtype=torch.int64)
     peak, first = logits.max(-1)
-    return peak, first + start
+    return peak.clamp(min=least), first + start
 
 
 def _at(logits: Tensor, columns: Tensor) -> Tensor:
