@@ -96,10 +96,13 @@ def test_a_fresh_run_does_not_write_into_anothers_directory(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_keep_last_and_the_ends_of_epochs(ranks: RankRunner, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_keep_last_and_the_ends_of_epochs(
+    ranks: RankRunner, root: Path, tmp_path: Path, is_async: bool
+) -> None:
     run = run_of(root, tmp_path, "rows", "one", 14)
     run["step_scheduler"] |= {"ckpt_every_steps": 4, "save_checkpoint_every_epoch": True}
-    run["checkpoint"] |= {"keep_last": 2}
+    run["checkpoint"] |= {"keep_last": 2, "is_async": is_async}
     ranks(train, 1, run, init=False, timeout=60)
     saved = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert saved == {"step=8", "step=12", "step=14-last"}  # epochs ended at 6 and 12

@@ -145,7 +145,7 @@ class CompileConfig:
     backend: str | None = None
 
 
-_ADAMW = TargetConfig("torch.optim.AdamW", FrozenDict({"lr": 1e-4, "weight_decay": 0.01}))
+_ADAMW = TargetConfig("torch.optim.AdamW", FrozenDict({"lr": 1e-4, "weight_decay": 0.01}), key="optimizer")
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,10 @@ class TargetConfig:
 
     `target` is a name of ours or of an allowed library, aliases already replaced; `allow` holds the modules
     that the user allowed in addition. `shoal.config.targets.resolve_target(target, allow)` gives the object.
+    `key` is where the user wrote it, for messages; it is no part of what is made.
     """
 
     target: str
     kwargs: Mapping[str, Any] = field(default_factory=FrozenDict)
     allow: tuple[str, ...] = ()
+    key: str = field(default="", compare=False)

@@ -9,6 +9,10 @@ from typing import Any
 from safetensors import safe_open
 
 INDEX = "model.safetensors.index.json"
+RANDOM_WEIGHTS = (
+    "model.config of an LLM run, model.pretrained_weights=false of a speech run, from_config in Python"
+)
+"""How each front end says that nothing is to be loaded; for messages of code that serves all of them."""
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:
@@ -61,7 +65,7 @@ def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{folder}: no safetensors files; repair: point to a folder saved with safetensors, or set "
-            "model.pretrained_weights=false to start from random weights"
+            f"{folder}: no safetensors files; repair: point to a folder saved with safetensors; random weights are "
+            f"{RANDOM_WEIGHTS}"
         )
     return files

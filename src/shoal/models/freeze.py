@@ -35,7 +35,7 @@ def freeze_parameters(model: nn.Module, freeze: Sequence[str], keep: Sequence[st
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"model.freeze_params = {list(freeze)}: every parameter is frozen; "
-            "repair: narrow a pattern, or name what must train in model.prevent_freeze_params"
+            f"{list(freeze)} freezes every parameter; "
+            "repair: narrow a pattern (freeze_params), or name what must train (prevent_freeze_params)"
         )
     return tuple(pattern for pattern in (*freeze, *keep) if pattern not in used)

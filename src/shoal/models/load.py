@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from shoal.models.convert import Conversion, Source, plan_conversions, read
-from shoal.models.files import open_tensors
+from shoal.models.files import RANDOM_WEIGHTS, open_tensors
 from shoal.models.lora import adapted_modules
 
 _BLOCK_ELEMENTS = 2**22
@@ -182,5 +182,5 @@ def _refuse(source: WeightSource, missing: list[str], unexpected: list[str], mis
             f"{source.folder} does not fit {source.module or 'the model'}:\n"
             + "\n".join(lines)
             + "\n  repair: name a checkpoint "
-            "of the same architecture, or set model.pretrained_weights=false"
+            f"of the same architecture; random weights are {RANDOM_WEIGHTS}"
         )

@@ -166,19 +166,27 @@ class ModelCheckpoint(LightningModelCheckpoint):
         if not old:  # a name that no validation logs is an error that Lightning raises
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
-    def save_now(self, trainer: pl.Trainer, during_validation: bool = False) -> str:
+    def save_now(
+        self, trainer: pl.Trainer, during_validation: bool = False, *, in_background: bool = False
+    ) -> str:
         """Save this step, if it is not saved yet, outside the ranking by score; returns the path. Collective.
 
         The resumed run does not count it as this callback's save of the step: after a validation that was cut
         off it saves the step again, with its score. The checkpoint is complete when this returns, also with
-        `async_save`.
+        `async_save`, unless `in_background` lets it be written as the others are then.
         """
         self._finish_saving(trainer)
         if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
             return self._last_checkpoint_saved
         previous, self.last_model_path = self.last_model_path, self._last_name(trainer)
         pending = during_validation or validation_is_due(trainer)
-        save_run(trainer, self.last_model_path, validation_pending=pending, options=self.save_options)
+        save_run(
+            trainer,
+            self.last_model_path,
+            validation_pending=pending,
+            options=self.save_options,
+            saver=background_saver(trainer) if in_background and self.async_save else None,
+        )
         self._remove_unless_best(trainer, previous)
         return self.last_model_path
 

@@ -60,8 +60,8 @@ def refuse_non_finite(norm: Tensor, module: nn.Module, group: ProcessGroup | Non
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     raise FloatingPointError(
         f"step {step}: the gradient norm is {float(norm)}; non-finite gradients in: {shown or 'their sum only'}. "
-        "The optimizer has not stepped. Repair: lower the learning rate, or set trainer.precision=32-true to find "
-        "the layer that overflows"
+        "The optimizer has not stepped. Repair: lower the learning rate, or train in float32 (precision: 32-true) to "
+        "find the layer that overflows"
     )
 
 
@@ -79,7 +79,9 @@ def _norm_of_one_place(parameters: list[nn.Parameter], norm_type: float) -> Tens
     power = power.to(first.device_mesh.device_type)  # offloaded gradients live on the host, the group may not
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, placement in enumerate(first.placements):
-        if placement.is_shard():  # a replica is complete on its own: counting it again would inflate the norm
+        # A replica is complete on its own: counting it again would inflate the norm. A strided shard, which is what
+        # FSDP2 makes of a parameter that tensor parallelism has cut, does not call itself a shard.
+        if not placement.is_replicate():
             dist.all_reduce(power, op=operation, group=first.device_mesh.get_group(axis))
     total: Tensor = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
     return total.cpu()

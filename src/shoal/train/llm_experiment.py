@@ -84,7 +84,7 @@ def restore_path(config: CheckpointConfig, folder: Path) -> Path | None:
 
 
 class SaveEveryEpoch(pl.Callback):
-    """Saves at the end of every epoch but the last, whose end is saved anyway.
+    """Saves at the end of every epoch but the last, whose end is saved anyway; in the background if `saving` does.
 
     Only the newest such checkpoint is kept beside the periodic ones.
     """
@@ -96,7 +96,7 @@ class SaveEveryEpoch(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         stops = 0 < trainer.max_steps <= trainer.global_step
         if not stops and trainer.current_epoch + 1 != trainer.max_epochs:
-            self._saving.save_now(trainer)
+            self._saving.save_now(trainer, in_background=True)
 
 
 class ValidationHistory(pl.Callback):

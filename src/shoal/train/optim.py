@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -38,8 +39,8 @@ class CosineAnnealing(LambdaLR):
     ) -> None:
         if not 0 <= warmup_steps < max_steps:
             raise ValueError(
-                f"model.lr_scheduler.warmup_steps = {warmup_steps}: at least 0 and less than max_steps = {max_steps}; "
-                "repair: shorten the warm-up or raise lr_scheduler.max_steps"
+                f"warmup_steps = {warmup_steps}: at least 0 and less than max_steps = {max_steps}; "
+                "repair: shorten the warm-up or raise max_steps"
             )
 
         def factor(step: int, peak: float) -> float:
@@ -60,11 +61,10 @@ def build_optimizer(config: TargetConfig, module: nn.Module) -> Optimizer:
         ValueError: The target is not allowed, or does not take these arguments.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = _instantiate(config, "model.optimizer", parameters)
+    key = config.key or "optimizer"
+    optimizer = _instantiate(config, key, parameters)
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"model.optimizer._target_ = {config.target!r}: not an optimizer; repair: torch.optim.AdamW"
-        )
+        raise ValueError(f"{key}._target_ = {config.target!r}: not an optimizer; repair: torch.optim.AdamW")
     return optimizer
 
 
@@ -81,19 +81,17 @@ def build_scheduler(
         return None
     if not isinstance(config, TargetConfig):
         return config(optimizer)
-    kwargs = dict(config.kwargs)
+    key, kwargs = config.key or "lr_scheduler", dict(config.kwargs)
     if resolve_target(config.target, config.allow) is CosineAnnealing and kwargs.get("max_steps") is None:
         if max_steps < 1:
             raise ValueError(
-                "model.lr_scheduler.max_steps = None: the run has no end to anneal towards; "
-                "repair: set trainer.max_steps or model.lr_scheduler.max_steps"
+                f"{key}.max_steps = None: the run has no end to anneal towards; "
+                f"repair: set trainer.max_steps or {key}.max_steps"
             )
         kwargs["max_steps"] = max_steps
-    scheduler = _instantiate(
-        TargetConfig(config.target, kwargs, config.allow), "model.lr_scheduler", optimizer
-    )
+    scheduler = _instantiate(replace(config, kwargs=kwargs), key, optimizer)
     if not isinstance(scheduler, LRScheduler):
-        raise ValueError(f"model.lr_scheduler._target_ = {config.target!r}: not a learning-rate scheduler")
+        raise ValueError(f"{key}._target_ = {config.target!r}: not a learning-rate scheduler")
     return scheduler
 
 

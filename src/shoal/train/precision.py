@@ -81,8 +81,8 @@ def precision_plan(name: str | int) -> PrecisionPlan:
     canonical = _ALIASES.get(str(name), str(name))
     if canonical not in _PLANS:
         raise ValueError(
-            f"trainer.precision = {name!r}: one of {', '.join(sorted(_PLANS))}; fp16 needs a gradient scaler, which "
-            "is not implemented; repair: trainer.precision=bf16-mixed"
+            f"precision = {name!r}: one of {', '.join(sorted(_PLANS))}; fp16 needs a gradient scaler, which "
+            "is not implemented; repair: bf16-mixed"
         )
     return _PLANS[canonical]
 

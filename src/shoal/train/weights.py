@@ -1,4 +1,4 @@
-"""``model.init_from_checkpoint``: weights from an earlier run, without its optimizer, step or data position."""
+"""``model.init_from_checkpoint``, ``peft.adapter_path``: weights of an earlier run, without optimizer, step or data."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         _load_safetensors(model, file)
     else:
         raise ValueError(
-            f"model.init_from_checkpoint = {str(path)!r}: neither a checkpoint directory of ours (with .metadata) nor "
-            "a safetensors file or folder; repair: point to one, or remove the key"
+            f"{str(path)!r} is neither a checkpoint directory of ours (with .metadata) nor a safetensors file or "
+            "folder; repair: point model.init_from_checkpoint (adapters: peft.adapter_path) to one, or remove the key"
         )
 
 
@@ -79,7 +79,7 @@ def _load_safetensors(model: nn.Module, source: Path) -> None:
     wrong = sorted(name for name, shape in shapes.items() if shape != tuple(targets[name].shape))
     if missing or unexpected or wrong:
         raise ValueError(
-            f"model.init_from_checkpoint = {str(source)!r} does not fit the model: missing {missing[:12]}, "
+            f"{str(source)!r} does not fit the model: missing {missing[:12]}, "
             f"unexpected {unexpected[:12]}, of another shape {wrong[:12]}"
         )
     for name, target in targets.items():

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from shoal.checkpoint.store import CheckpointError, CheckpointStore
 from shoal.train.callbacks import ModelCheckpoint, ProgressBar
+from shoal.train.llm_experiment import SaveEveryEpoch
 from shoal.train.resume import ResumeRun
 from tests.unit.train.toy import Toy, trainer
 
@@ -74,6 +75,23 @@ def test_a_checkpoint_is_deleted_only_when_the_one_that_replaces_it_is_complete(
     _fit(tmp_path, 3, every_n_train_steps=1, save_top_k=1, async_save=True)
     assert seen == [("step=1", []), ("step=2", ["step=1"]), ("step=3", ["step=2"])]
     assert _names(tmp_path) == ["step=3"]
+
+
+def test_the_end_of_an_epoch_is_saved_in_the_background_too(tmp_path, monkeypatch):
+    import shoal.checkpoint.background as background
+
+    written = []
+    honest = background.write_snapshot
+
+    def watching(path: Path, *arguments: Any) -> Path:
+        written.append(path.name)
+        return honest(path, *arguments)
+
+    monkeypatch.setattr(background, "write_snapshot", watching)
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=4, async_save=True)
+    epochs = {"max_epochs": 2, "max_steps": -1}  # of five steps each
+    trainer("auto", 1, tmp_path, [SaveEveryEpoch(saving), saving], **epochs).fit(Toy())
+    assert written[:2] == ["step=4", "step=5-last"]
 
 
 def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path, monkeypatch):

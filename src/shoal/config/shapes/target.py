@@ -48,7 +48,7 @@ def read_target(raw: Any, path: str, report: Report) -> Any:
     if verdict.parameters is not None:
         refuse_unknown(block, set(verdict.parameters) - _SUPPLIED, path, report)
     _refuse_nested_targets(block, path, report)
-    return TargetConfig(full, freeze(block), report.allow_targets)
+    return TargetConfig(full, freeze(block), report.allow_targets, path)
 
 
 def _refuse_nested_targets(value: Any, path: str, report: Report) -> None:
