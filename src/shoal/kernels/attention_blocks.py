@@ -23,6 +23,14 @@ class Mask:
     causal: bool
     window: int | None
 
+    @property
+    def hides(self) -> bool:
+        """Whether some query does not see some key."""
+        last = self.position + self.num_queries - 1
+        later = self.causal and self.position < self.num_keys - 1
+        far = self.window is not None and max(last, self.num_keys - 1 - self.position) >= self.window
+        return later or far
+
     def additive(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns 0 where a key is seen and minus infinity elsewhere, [num_queries, num_keys]."""
         rows = torch.arange(self.num_queries, device=device)[:, None] + self.position
@@ -63,20 +71,25 @@ def blocks(
     causal: bool,
     window: int | None,
     max_rows: int | None = None,
+    positions: tuple[int, ...] | None = None,
 ) -> tuple[Block, ...]:
     """Returns blocks that cover every query that sees a key, exactly once.
 
     Args:
         cu_q: Borders of the documents among the queries [N+1].
         cu_k: Borders among the keys [N+1].
-        causal: A query sees no later key; the last query of a document stands where its last key does.
+        causal: A query sees no later key.
         window: A query sees keys nearer than this.
         max_rows: Largest number of queries in a block; without it only masked blocks are cut.
+        positions: At which key each document's first query stands [N]; without it the last query of a document
+            stands where its last key does.
     """
     found: list[Block] = []
-    for q_start, q_stop, k_start, k_stop in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-        num_queries, num_keys = q_stop - q_start, k_stop - k_start
-        for block in _of_document(num_queries, num_keys, causal, window, max_rows):
+    for index in range(len(cu_q) - 1):
+        q_start, k_start = cu_q[index], cu_k[index]
+        num_queries, num_keys = cu_q[index + 1] - q_start, cu_k[index + 1] - k_start
+        position = num_keys - num_queries if positions is None else positions[index]
+        for block in _of_document(num_queries, num_keys, position, causal, window, max_rows):
             found.append(
                 Block(
                     q_start + block.q_start,
@@ -91,32 +104,34 @@ def blocks(
 
 
 def _of_document(
-    num_queries: int, num_keys: int, causal: bool, window: int | None, max_rows: int | None
+    num_queries: int, num_keys: int, position: int, causal: bool, window: int | None, max_rows: int | None
 ) -> Iterator[Block]:
-    """Yields the blocks of one document, counted from its beginning."""
-    shift = num_keys - num_queries
-    if window is not None and window >= max(num_queries, num_keys):
+    """Yields the blocks of one document, counted from its beginning; its first query stands at key `position`."""
+    farthest = max(position + num_queries - 1, 0 if causal else num_keys - 1 - position)
+    if window is not None and window > farthest:
         window = None
-    # The first query that sees a key: not before key 0, or less than a window before it.
-    first = max(0, -shift) if causal else 0 if window is None else max(0, 1 - window - shift)
-    if num_keys == 0 or first >= num_queries:
+    # The first and the last query that see a key: less than a window before key 0, or after the last key.
+    first = max(0, -position) if causal else 0 if window is None else max(0, 1 - window - position)
+    end = num_queries if window is None else min(num_queries, num_keys + window - 1 - position)
+    if num_keys == 0 or first >= end:
         return
-    if max_rows is None and window is None and (not causal or shift <= 0):
-        yield Block(first, num_queries, 0, num_keys, lower_triangle=causal)
-        return
+    if max_rows is None and window is None:
+        if not causal or first + position >= num_keys - 1:
+            yield Block(first, end, 0, num_keys)
+            return
+        if first + position == 0 and end - first == num_keys:
+            yield Block(first, end, 0, num_keys, lower_triangle=True)
+            return
     # Rows as wide as the window waste at most half of a block's scores.
     rows = MASKED_ROWS if window is None else min(MASKED_ROWS, max(window, 64))
     rows = rows if max_rows is None else min(rows, max_rows)
-    for start in range(first, num_queries, rows):
-        stop = min(start + rows, num_queries)
-        k_start = 0 if window is None else max(0, start + shift - window + 1)
+    for start in range(first, end, rows):
+        stop = min(start + rows, end)
+        k_start = 0 if window is None else max(0, start + position - window + 1)
         k_stop = num_keys
         if causal:
-            k_stop = stop + shift
+            k_stop = min(num_keys, stop + position)
         elif window is not None:
-            k_stop = min(num_keys, stop - 1 + shift + window)
-        masked = causal or window is not None
-        mask = (
-            Mask(stop - start, k_stop - k_start, start + shift - k_start, causal, window) if masked else None
-        )
-        yield Block(start, stop, k_start, k_stop, mask=mask)
+            k_stop = min(num_keys, stop - 1 + position + window)
+        mask = Mask(stop - start, k_stop - k_start, start + position - k_start, causal, window)
+        yield Block(start, stop, k_start, k_stop, mask=mask if mask.hides else None)

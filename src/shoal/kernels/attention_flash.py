@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.kernels.attention_sdpa import with_lse_column
-from shoal.kernels.packed import AttentionSpec, borders
+from shoal.kernels.packed import AttentionSpec, Part, borders
 
 MAX_WIDTH = 256
 LSE_COLUMNS = 8
@@ -43,23 +44,84 @@ def flash_attention(
     """
     if reason := why_not_flash(q, v, spec):
         raise ValueError(f"attention backend flash: {reason}; give backend sdpa or auto")
-    width = -(-max(q.shape[2], v.shape[2]) // 8) * 8
-    wide = [F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in (q, k, v)]
-    cu_seqlens = (cu_seqlens_q.int(), cu_seqlens_k.int())
-    longest = (_longest(cu_seqlens_q), _longest(cu_seqlens_k))
-    out, lse = _Flash.apply(*wide, *cu_seqlens, *longest, spec)  # type: ignore[no-untyped-call]
-    return out[..., : v.shape[2]], lse
+    part = Part(borders(cu_seqlens_q), borders(cu_seqlens_k))
+    result: tuple[Tensor, Tensor] = _Flash.apply(q, k, v, part, spec)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _longest(cu_seqlens: Tensor) -> int:
-    values = borders(cu_seqlens)
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Attends to one part of the keys; see `shoal.kernels.attention_parts.attend`."""
+    value_width = v.shape[2]
+    q, k, v = _widened(max(q.shape[2], value_width), q, k, v)
+    grouped = q.shape[1] != k.shape[1]
+    out, lse, _ = _operators()._varlen_attn(q, k, v, *_sizes(part, q.device), *_options(spec), grouped)
+    lse = lse.t()
+    # The kernel marks queries that see no key with plus infinity.
+    return out[..., :value_width], lse.masked_fill(lse.isposinf(), -torch.inf)
+
+
+def flash_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients through one part of the keys; see `shoal.kernels.attention_parts.gradients`."""
+    widths = (q.shape[2], k.shape[2], v.shape[2])
+    blind = lse.isneginf()
+    q, k, v, out, grad_out = _widened(max(widths), q, k, v, out, grad_out)
+    if grad_lse is not None:
+        # A query that sees no key has a log-sum-exp without gradient.
+        grad_lse = grad_lse.masked_fill(blind, 0.0)
+        q, k, v, out, grad_out = with_lse_column(q, k, v, out, grad_out, grad_lse, LSE_COLUMNS)
+    causal, scale, window = _options(spec)
+    grads = _operators()._varlen_attn_backward(
+        grad_out.contiguous(),
+        *(q, k, v, out.contiguous(), lse.masked_fill(blind, torch.inf).t().contiguous()),
+        *_sizes(part, q.device),
+        causal,
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none of
+        scale,
+        window,
+    )
+    q_grad, k_grad, v_grad = (grad[..., :width] for grad, width in zip(grads, widths, strict=True))
+    return q_grad, k_grad, v_grad
+
+
+def _widened(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernel wants one width for all, which 8 divides: zeros change neither scores nor outputs."""
+    width = -(-width // 8) * 8
+    return tuple(F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in tensors)
+
+
+def _sizes(part: Part, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Borders [N+1] int32 and the longest document, of queries and of keys, as the kernel takes them."""
+    assert part.positions is None  # attention_parts refuses them
+    cu_q, cu_k = (_on_device(cu, device) for cu in (part.cu_q, part.cu_k))
+    return cu_q, cu_k, _longest(part.cu_q), _longest(part.cu_k)
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _longest(values: tuple[int, ...]) -> int:
     return max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
 
 
-def _window(spec: AttentionSpec) -> list[int]:
-    """Returns how many earlier and later keys the kernel shows a query, -1 for all; ours counts the query."""
+def _options(spec: AttentionSpec) -> tuple[bool, float, list[int]]:
+    """Returns whether it is causal, the scale and the window.
+
+    A window is how many earlier and later keys the kernel shows a query, -1 for all; ours counts the query.
+    """
     reach = -1 if spec.window is None else spec.window - 1
-    return [reach, 0 if spec.causal else reach]
+    return spec.causal and spec.window is None, spec.scale, [reach, 0 if spec.causal else reach]
 
 
 def _operators() -> Any:
@@ -74,45 +136,17 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        spec: AttentionSpec,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        causal = spec.causal and spec.window is None
-        grouped = q.shape[1] != k.shape[1]
-        sizes = (cu_q, cu_k, max_q, max_k)
-        out, lse, rng_state = _operators()._varlen_attn(
-            q, k, v, *sizes, causal, spec.scale, _window(spec), grouped
-        )
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, rng_state)
-        ctx.arguments = (max_q, max_k, causal, spec)
+        out, lse = flash_forward(q, k, v, part, spec)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = (part, spec)
         ctx.set_materialize_grads(False)
-        # The kernel marks queries that see no key with plus infinity.
-        return out, lse.t().masked_fill(lse.t().isposinf(), -torch.inf)
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_q, cu_k, rng_state = ctx.saved_tensors
-        max_q, max_k, causal, spec = ctx.arguments
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
-        width = q.shape[2]
-        if grad_lse is not None:
-            # A query that sees no key has a log-sum-exp without gradient.
-            grad_lse = grad_lse.masked_fill(lse.t().isposinf(), 0.0)
-            q, k, v, out, grad_out = with_lse_column(q, k, v, out, grad_out, grad_lse, LSE_COLUMNS)
-        grads = _operators()._varlen_attn_backward(
-            grad_out,
-            *(q, k, v, out, lse, cu_q, cu_k, max_q, max_k),
-            causal,
-            rng_state,
-            spec.scale,
-            _window(spec),
-        )
-        return (*(grad[..., :width] for grad in grads), None, None, None, None, None)
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        return (*flash_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments), None, None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.kernels.attention_blocks import MASKED_ROWS, Block, Mask, blocks
-from shoal.kernels.packed import AttentionSpec, accumulation_dtype, borders
+from shoal.kernels.packed import AttentionSpec, Part, accumulation_dtype, borders
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -25,18 +25,62 @@ def sdpa_attention(
     On a CPU without soft-cap this is torch's fused kernel, document by document, which holds no scores. Elsewhere
     scores are held for 512 queries at a time, in float32 or float64, and recomputed in backward.
     """
-    cu_q, cu_k = borders(cu_seqlens_q), borders(cu_seqlens_k)
-    result: tuple[Tensor, Tensor]
-    if q.device.type == "cpu" and spec.softcap is None:
-        width = max(q.shape[2], v.shape[2])
-        plan = blocks(cu_q, cu_k, spec.causal, spec.window)
-        # The fused kernel wants one width for all: zeros change neither scores nor outputs.
-        wide = [F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in (q, k, v)]
-        out, lse = _Fused.apply(*wide, plan, spec.scale)  # type: ignore[no-untyped-call]
-        return out[..., : v.shape[2]], lse
-    plan = blocks(cu_q, cu_k, spec.causal, spec.window, MASKED_ROWS)
-    result = _Recomputed.apply(q, k, v, plan, spec)  # type: ignore[no-untyped-call]
+    part = Part(borders(cu_seqlens_q), borders(cu_seqlens_k))
+    result: tuple[Tensor, Tensor] = _Sdpa.apply(q, k, v, part, spec)  # type: ignore[no-untyped-call]
     return result
+
+
+def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Attends to one part of the keys; see `shoal.kernels.attention_parts.attend`."""
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+    (_fused_forward if _is_fused(q, spec) else _plain_forward)(q, k, v, out, lse, part, spec)
+    return out, lse
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients through one part of the keys; see `shoal.kernels.attention_parts.gradients`."""
+    run = _fused_gradients if _is_fused(q, spec) else _plain_gradients
+    # Blocks can share keys: their gradients add up in the accumulation dtype.
+    grads = tuple(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
+    run(grads, grad_out, grad_lse, q, k, v, out, lse, part, spec)
+    return grads[0], grads[1], grads[2]
+
+
+class _Sdpa(torch.autograd.Function):
+    """All keys at once, with the gradient of the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = sdpa_forward(q, k, v, part, spec)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = (part, spec)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grads = sdpa_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments)
+        return (*(grad.to(q.dtype) for grad in grads), None, None)
+
+
+def _is_fused(q: Tensor, spec: AttentionSpec) -> bool:
+    return q.device.type == "cpu" and spec.softcap is None
 
 
 class _Masks(dict[Mask, Tensor]):
@@ -51,59 +95,62 @@ class _Masks(dict[Mask, Tensor]):
         return self[mask]
 
 
-class _Fused(torch.autograd.Function):
-    """torch's fused CPU kernel over blocks; all of q, k, v have the same width."""
+def _plan(part: Part, spec: AttentionSpec, max_rows: int | None) -> Sequence[Block]:
+    return blocks(part.cu_q, part.cu_k, spec.causal, spec.window, max_rows, part.positions)
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Block], scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        masks = _Masks(q.dtype, q.device)
-        for block in plan:
-            inputs = (
-                _heads_first(q[block.queries]),
-                _heads_first(k[block.keys]),
-                _heads_first(v[block.keys]),
-            )
-            mask = None if block.mask is None else masks[block.mask]
-            part, part_lse = _fused(*inputs, 0.0, block.lower_triangle, attn_mask=mask, scale=scale)
-            out[block.queries] = part[0].transpose(0, 1)
-            lse[block.queries] = part_lse[0].t()
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.arguments = (plan, scale)
-        ctx.set_materialize_grads(False)
-        return out, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, scale = ctx.arguments
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        width = q.shape[2]
-        if grad_lse is not None:
-            q, k, v, out, grad_out = with_lse_column(q, k, v, out, grad_out, grad_lse)
-        # Blocks with a window share keys: their gradients add up in the accumulation dtype.
-        grads = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v)]
-        masks = _Masks(q.dtype, q.device)
-        for block in plan:
-            parts = _fused_backward(
-                _heads_first(grad_out[block.queries]),
-                _heads_first(q[block.queries]),
-                _heads_first(k[block.keys]),
-                _heads_first(v[block.keys]),
-                _heads_first(out[block.queries]),
-                lse[block.queries].t()[None],
-                0.0,
-                block.lower_triangle,
-                attn_mask=None if block.mask is None else masks[block.mask],
-                scale=scale,
-            )
-            for grad, part, where in zip(grads, parts, (block.queries, block.keys, block.keys), strict=True):
-                grad[where] += part[0].transpose(0, 1)
-        return (*(grad[..., :width].to(q.dtype) for grad in grads), None, None)
+def _widened(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The fused kernel wants one width for all: zeros change neither scores nor outputs."""
+    return tuple(F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in tensors)
+
+
+def _fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, spec: AttentionSpec
+) -> None:
+    """torch's fused CPU kernel over blocks; fills `out` and `lse` where a query sees a key."""
+    value_width = v.shape[2]
+    q, k, v = _widened(max(q.shape[2], value_width), q, k, v)
+    masks = _Masks(q.dtype, q.device)
+    for block in _plan(part, spec, None):
+        inputs = (_heads_first(q[block.queries]), _heads_first(k[block.keys]), _heads_first(v[block.keys]))
+        mask = None if block.mask is None else masks[block.mask]
+        result, result_lse = _fused(*inputs, 0.0, block.lower_triangle, attn_mask=mask, scale=spec.scale)
+        out[block.queries] = result[0].transpose(0, 1)[..., :value_width]
+        lse[block.queries] = result_lse[0].t()
+
+
+def _fused_gradients(
+    grads: Sequence[Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    spec: AttentionSpec,
+) -> None:
+    """Adds to the gradients of q, k and v."""
+    q, k, v, out, grad_out = _widened(max(q.shape[2], v.shape[2]), q, k, v, out, grad_out)
+    if grad_lse is not None:
+        q, k, v, out, grad_out = with_lse_column(q, k, v, out, grad_out, grad_lse)
+    masks = _Masks(q.dtype, q.device)
+    for block in _plan(part, spec, None):
+        parts = _fused_backward(
+            _heads_first(grad_out[block.queries]),
+            _heads_first(q[block.queries]),
+            _heads_first(k[block.keys]),
+            _heads_first(v[block.keys]),
+            _heads_first(out[block.queries]),
+            lse[block.queries].t()[None],
+            0.0,
+            block.lower_triangle,
+            attn_mask=None if block.mask is None else masks[block.mask],
+            scale=spec.scale,
+        )
+        for grad, result, where in zip(grads, parts, (block.queries, block.keys, block.keys), strict=True):
+            grad[where] += result[0].transpose(0, 1)[..., : grad.shape[2]]
 
 
 def with_lse_column(
@@ -126,58 +173,67 @@ def with_lse_column(
     return q, k, v, out, grad_out
 
 
-class _Recomputed(torch.autograd.Function):
-    """Plain scores, block by block; backward computes each block again instead of keeping its scores."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Block], spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        out = q.new_zeros(*q.shape[:2], v.shape[2])
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        masks = _Masks(lse.dtype, q.device)
-        for block in plan:
-            part = _scores_to_output(q[block.queries], k[block.keys], v[block.keys], block, masks, spec)
-            out[block.queries], lse[block.queries] = part
-        ctx.save_for_backward(q, k, v)
-        ctx.arguments = (plan, spec)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        plan, spec = ctx.arguments
-        grads = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in saved]
-        masks = _Masks(grad_lse.dtype, grad_lse.device)
-        for block in plan:
-            places = (block.queries, block.keys, block.keys)
-            # Backward may run where autocast is on; forward has turned it off.
-            with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
-                inputs = [x[where].detach().requires_grad_() for x, where in zip(saved, places, strict=True)]
-                query, key, value = inputs
-                outputs = _scores_to_output(query, key, value, block, masks, spec)
-                upstream = (grad_out[block.queries], grad_lse[block.queries])
-                parts = torch.autograd.grad(outputs, inputs, upstream)
-            for grad, part, where in zip(grads, parts, places, strict=True):
-                grad[where] += part
-        return (*(grad.to(x.dtype) for grad, x in zip(grads, saved, strict=True)), None, None)
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, spec: AttentionSpec
+) -> None:
+    """Plain scores, block by block; fills `out` and `lse` where a query sees a key."""
+    masks = _Masks(lse.dtype, q.device)
+    for block in _plan(part, spec, MASKED_ROWS):
+        scores = _scores(q[block.queries].to(lse.dtype), k[block.keys].to(lse.dtype), block, masks, spec)
+        block_lse = scores.logsumexp(-1)
+        weights = (scores - block_lse[..., None]).exp_()
+        result = torch.einsum("hgqk,khd->qhgd", weights, v[block.keys].to(lse.dtype))
+        out[block.queries] = result.flatten(1, 2).to(out.dtype)
+        lse[block.queries] = block_lse.permute(2, 0, 1).flatten(1, 2)
 
 
-def _scores_to_output(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, masks: _Masks, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """Attends within one block: q [Q, Hq, D], k [K, Hkv, D], v [K, Hkv, Dv] to out [Q, Hq, Dv], lse [Q, Hq]."""
-    dtype = accumulation_dtype(q.dtype)
-    grouped = q.to(dtype).view(len(q), k.shape[1], -1, q.shape[2])
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(dtype)) * spec.scale
+def _plain_gradients(
+    grads: Sequence[Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Part,
+    spec: AttentionSpec,
+) -> None:
+    """Adds to the gradients of q, k and v; computes the scores of each block again instead of keeping them."""
+    dtype, groups = lse.dtype, k.shape[1]
+    masks = _Masks(dtype, q.device)
+    # Softmax: dS = P * (dP - delta), and the log-sum-exp adds P * grad_lse.
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    for block in _plan(part, spec, MASKED_ROWS):
+        upstream = grad_out[block.queries].to(dtype).unflatten(1, (groups, -1))
+        value = v[block.keys].to(dtype)
+        with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+            query = q[block.queries].detach().to(dtype).requires_grad_()
+            key = k[block.keys].detach().to(dtype).requires_grad_()
+            scores = _scores(query, key, block, masks, spec)
+        with torch.autocast(q.device.type, enabled=False):
+            weights = (scores.detach() - _by_group(lse[block.queries], groups)).exp_()
+            grads[2][block.keys] += torch.einsum("hgqk,qhgd->khd", weights, upstream)
+            grad_scores = torch.einsum("qhgd,khd->hgqk", upstream, value)
+            grad_scores.sub_(_by_group(delta[block.queries], groups)).mul_(weights)
+            grad_query, grad_key = torch.autograd.grad(scores, (query, key), grad_scores)
+        grads[0][block.queries] += grad_query
+        grads[1][block.keys] += grad_key
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[Q, Hq] to [Hkv, Hq / Hkv, Q, 1], to go with scores."""
+    return x.unflatten(1, (groups, -1)).permute(1, 2, 0)[..., None]
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, masks: _Masks, spec: AttentionSpec) -> Tensor:
+    """Scores of one block, [Hkv, Hq / Hkv, Q, K], of q [Q, Hq, D] and k [K, Hkv, D]."""
+    grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, k) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if block.mask is not None:
-        scores = scores + masks[block.mask]
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("hgqk,khd->qhgd", (scores - lse[..., None]).exp(), v.to(dtype))
-    return out.flatten(1, 2).to(q.dtype), lse.permute(2, 0, 1).flatten(1, 2)
+    return scores if block.mask is None else scores + masks[block.mask]
 
 
 def _heads_first(x: Tensor) -> Tensor:

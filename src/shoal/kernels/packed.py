@@ -25,6 +25,22 @@ class AttentionSpec:
     """Sinks are added afterwards, which needs the gradient of the log-sum-exp."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which keys the documents' queries look at, when not all keys are in one place.
+
+    Attributes:
+        cu_q: Borders of the documents among the queries, [N+1].
+        cu_k: Borders among the keys, [N+1].
+        positions: Key at which each document's first query stands, counted from the document's first key here;
+            None where the last query stands at the last key. It matters to causal attention and to windows.
+    """
+
+    cu_q: tuple[int, ...]
+    cu_k: tuple[int, ...]
+    positions: tuple[int, ...] | None = None
+
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionSpec], tuple[Tensor, Tensor]]
 """(q, k, v, cu_seqlens_q, cu_seqlens_k, spec) -> (out, lse): every token is in a document, sinks are left out."""
 
