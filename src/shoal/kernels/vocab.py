@@ -281,7 +281,7 @@ def check_shard(
     """
     if num_local != vocab.num_local:
         raise ValueError(
-            f"vocab: this rank has {num_local} rows of the head, but VocabShard.num_local is {vocab.num_local}"
+            f"vocab: this rank's part has {num_local} ids, but VocabShard.num_local is {vocab.num_local}"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing: {label_smoothing} is outside [0, 1]")

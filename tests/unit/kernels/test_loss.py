@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.kernels.loss import reference_token_losses, token_losses
+from tests.unit.kernels.largest import Largest
 from tests.zygote import RankRunner
 
 IGNORE = -100
@@ -130,7 +130,7 @@ def test_tied_embedding() -> None:
 def test_without_gradient_mode_no_gradient_is_computed() -> None:
     given = problem()
     expected = outcome(reference_token_losses, given)
-    with torch.no_grad(), _Largest() as largest:
+    with torch.no_grad(), Largest() as largest:
         loss_sum, num_correct = token_losses(**given, chunk_size=1)
     assert not loss_sum.requires_grad
     torch.testing.assert_close(loss_sum, expected["loss"])
@@ -139,29 +139,15 @@ def test_without_gradient_mode_no_gradient_is_computed() -> None:
     assert largest.numbers == int((given["labels"] != IGNORE).sum()) * HIDDEN
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the numbers of the largest floating-point tensor that an operation makes or fills."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            is_view = function.is_view if hasattr(function, "is_view") else False
-            if isinstance(value, Tensor) and value.is_floating_point() and not is_view:
-                self.numbers = max(self.numbers, value.numel())
-        return result
-
-
 @pytest.mark.parametrize("terms", [TERMS["plain"], TERMS["all"]], ids=["plain", "all"])
 def test_never_holds_the_logits_of_all_tokens(terms: dict[str, float]) -> None:
     tokens, hidden, vocab, chunk = 64, 4, 1000, 8
     given = (torch.randn(tokens, hidden, requires_grad=True), torch.randn(vocab, hidden, requires_grad=True))
     labels = torch.randint(0, vocab, (tokens,))
-    with _Largest() as largest:
+    with Largest() as largest:
         token_losses(*given, labels, **terms, chunk_size=chunk)[0].backward()
     assert largest.numbers == chunk * vocab
-    with _Largest() as largest:
+    with Largest() as largest:
         reference_token_losses(*given, labels, **terms)[0].backward()
     assert largest.numbers == tokens * vocab
 
