@@ -16,6 +16,14 @@ def derive_seed(*parts: int | str) -> int:
     >>> derive_seed(1, "llm.lm_head") == derive_seed(1, "llm.lm_head") != derive_seed("1", "llm.lm_head")
     True
     """
+    return _hashed(parts) >> (64 - SEED_BITS)
+
+
+def derive_key(*parts: int | str) -> int:
+    """Returns a key in [0, 2^63) for a hash of 64-bit integers; otherwise as `derive_seed`."""
+    return _hashed(parts) >> 1
+
+
+def _hashed(parts: tuple[int | str, ...]) -> int:
     # repr keeps ("1", 2) and (1, "2") apart.
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
