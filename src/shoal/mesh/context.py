@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,6 +129,23 @@ class MeshContext:
     def group(self, axis: MeshAxisName) -> ProcessGroup:
         """The process group of `axis` that this rank belongs to."""
         return self.mesh(axis).get_group()
+
+    def group_over(self, axes: Collection[MeshAxisName]) -> ProcessGroup | None:
+        """The ranks that differ from this one along `axes` alone, or None when all of them have size 1.
+
+        Rank 0 of the group has coordinate 0 on every one of the axes. Over several axes the group is created
+        when it is first asked for, which is collective: every rank asks. Raises ValueError for an expert axis.
+        """
+        flattened = FLATTENED_AXES[self.strategy]
+        parts = {part for axis in axes for part in flattened.get(axis, (axis,)) if self.sizes.size(part) > 1}
+        wide = tuple(axis for axis in MESH_AXES[self.strategy] if axis in parts)
+        if len(wide) < len(parts):
+            refused = ", ".join(sorted(parts.difference(wide)))
+            limit = ", ".join(MESH_AXES[self.strategy])
+            raise ValueError(f"axes = {refused}: no axes of the {self.strategy} mesh; name some of {limit}")
+        if len(wide) < 2:
+            return self.group(wide[0]) if wide else None
+        return self.device_mesh[_names(wide)]._flatten("_".join(wide)).get_group()
 
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh that parameters are sharded over.
