@@ -55,6 +55,7 @@ class Case:
     family: str = "llama"
     compile: CompileConfig | None = None
     encoder: str = "whisper"
+    packed: bool = False
     dtype: torch.dtype = torch.float64
     num_micro_batches: int = 5
     without_audio: tuple[int, ...] = (3,)
@@ -97,16 +98,22 @@ def plan_of(case: Case, layout: Layout | None = None) -> ModelPlan:
 def speech_model(case: Case) -> nn.Module:
     """A tiny SALM."""
     from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig
+    from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
     from shoal.speech.perception import AudioPerception
     from shoal.speech.salm import SALM
 
     stacked = ModalityAdapterConfig(stack_frames=4 if case.encoder == "whisper" else 1)
     encoder = tiny_encoder(case.encoder)  # type: ignore[arg-type]
-    llm = tiny_llama(tie_word_embeddings=case.tied, attention_dropout=case.dropout)
+    register_attention()
+    llm = tiny_llama(
+        tie_word_embeddings=case.tied,
+        attention_dropout=case.dropout,
+        attn_implementation=PACKED_ATTENTION if case.packed else "sdpa",
+    )
     perception = AudioPerception(
         encoder, None, PerceptionConfig(modality_adapter=stacked), llm.config.hidden_size
     )
-    return SALM(llm, perception, placeholder_id=PLACEHOLDER)
+    return SALM(llm, perception, placeholder_id=PLACEHOLDER, packed=case.packed)
 
 
 def micro_batches_of(case: Case, step: int) -> list[dict[str, Any]]:

@@ -17,11 +17,14 @@ from transformers import AttentionInterface
 from shoal.kernels.attention import Backend, varlen_attention
 from shoal.kernels.packed import TensorMemo, borders
 
+PACKED_ATTENTION = "shoal"
+"""The name under which the recipes register it."""
+
 _starts = TensorMemo[Tensor]()
 _chunked = TensorMemo[Tensor]()
 
 
-def register_attention(name: str = "shoal", backend: Backend = "auto") -> None:
+def register_attention(name: str = PACKED_ATTENTION, backend: Backend = "auto") -> None:
     """Makes `varlen_attention` available to `model.set_attn_implementation(name)`.
 
     Nothing is registered with the mask interface of the same name, so transformers builds no mask at all: padded
@@ -54,13 +57,13 @@ def _attention_function(name: str, backend: Backend) -> Callable[..., tuple[Tens
     ) -> tuple[Tensor, None]:
         """query [B, Hq, T, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv] to [B, T, Hq, Dv]."""
         where = f"attention {name!r} in {type(module).__name__}"
-        _refuse_what_is_not_computed(where, query, key, attention_mask, dropout, others)
+        refuse_what_is_not_computed(where, query, key, attention_mask, dropout, others)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         batch, _, length, _ = query.shape
         cu_q = cu_k = _documents(where, cu_seq_lens_q, position_ids, batch, length, causal)
         if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
             cu_k = cu_seq_lens_k
-        if chunk := _chunk_size(module):
+        if chunk := chunk_size(module):
             cu_q = cu_k = _in_chunks(cu_q, chunk)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out, _ = varlen_attention(
@@ -83,7 +86,7 @@ def _attention_function(name: str, backend: Backend) -> Callable[..., tuple[Tens
     return disabled
 
 
-def _refuse_what_is_not_computed(
+def refuse_what_is_not_computed(
     where: str,
     query: Tensor,
     key: Tensor,
@@ -91,6 +94,11 @@ def _refuse_what_is_not_computed(
     dropout: float,
     others: dict[str, Any],
 ) -> None:
+    """Refuses what a model asks of its attention and packed attention does not do.
+
+    Raises:
+        ValueError: Beginning with `where`.
+    """
     if attention_mask is not None:
         raise ValueError(f"{where}: got a mask; give cu_seq_lens_q or position_ids, and no attention_mask")
     if dropout:
@@ -131,7 +139,7 @@ def _borders_of_positions(position_ids: Tensor, batch: int) -> Tensor:
     return torch.cat([starts.flatten().nonzero()[:, 0], ends]).int()
 
 
-def _chunk_size(module: nn.Module) -> int | None:
+def chunk_size(module: nn.Module) -> int | None:
     """Returns the chunk of Llama 4's chunked attention, which transformers would put into the mask."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,12 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from shoal.kernels.logits import linear_head, logit_transforms
+from shoal.kernels.loss import token_losses
+from shoal.kernels.packable import packable
 from shoal.speech import splice
 from shoal.speech.batch_norm import unobserved
 from shoal.speech.perception import AudioPerception, is_frozen
 from shoal.speech.seeds import fold_in
 
 Mode = Literal["loss", "loss_per_row", "generate"]
+log = logging.getLogger(__name__)
 
 
 class SALM(nn.Module):
@@ -27,18 +33,32 @@ class SALM(nn.Module):
     Nothing touches a parameter outside `forward`. Every forward runs perception, also without audio, so that
     all ranks take part in the same collectives; a micro-batch without audio then adds zero times its output.
 
+    Packed, the conversations of a micro-batch stand one after the other in one row without padding; positions
+    restart in each, labels stay inside each, and attention is told their borders. That changes no number, only what
+    is computed on padding. Generation pads in any case.
+
     Args:
-        llm: A causal language model of transformers.
+        llm: A causal language model of transformers. Packed, its attention is `shoal.kernels.attention_hf`'s.
         perception: Gives embeddings of the LLM's hidden size.
         placeholder_id: Token id that stands for one clip; it may lie beyond the LLM's vocabulary.
+        packed: Packs the conversations of a micro-batch instead of padding them.
+
+    Raises:
+        ValueError: The LLM cannot be packed; see `shoal.kernels.packable`.
     """
 
-    def __init__(self, llm: PreTrainedModel, perception: AudioPerception, *, placeholder_id: int) -> None:
+    def __init__(
+        self, llm: PreTrainedModel, perception: AudioPerception, *, placeholder_id: int, packed: bool = False
+    ) -> None:
         super().__init__()
+        if packed:
+            packable(llm)
         self.llm = llm
         self.perception = perception
         self.placeholder_id = placeholder_id
+        self.packed = packed
         self._llm_arguments = frozenset(inspect.signature(llm.forward).parameters)
+        self._transforms = _chunkable(llm)
 
     def forward(
         self, micro_batch: Mapping[str, Any], mode: Mode = "loss", **generation: Any
@@ -48,13 +68,14 @@ class SALM(nn.Module):
         Args:
             micro_batch: `audios` [B_aud, T] float32 and `audio_lens` [B_aud] (B_aud may be 0), `input_ids`
                 and `loss_mask` [B, S] right-padded, `text_lens` [B], `sample_ids` and `sample_seeds` [B].
-            mode: "loss" gives sums over the micro-batch, "loss_per_row" the same sums for each row [B],
+            mode: "loss" gives sums over the micro-batch, "loss_per_row" the same sums for each conversation [B],
                 "generate" gives `tokens`; see `generate`.
             generation: Arguments of `generate`.
 
         Returns:
             `loss_sum` (with gradient), `num_tokens` and `num_correct` over the supervised tokens, in float32
-            (float64 for a float64 model); without a supervised token all are 0 and so is every gradient.
+            (float64 for a float64 model); without a supervised token all are 0 and so is every gradient. Besides,
+            `num_positions` of the LLM and how many of them are no padding, `num_real_positions`.
 
         Raises:
             ValueError: Placeholders and clips do not match; see `shoal.speech.splice.plan`. Raised before any
@@ -62,13 +83,21 @@ class SALM(nn.Module):
         """
         if mode == "generate":
             return {"tokens": self._generate(micro_batch, **generation)}
-        embeddings, layout = self._embed(micro_batch, padding="right")
-        losses, correct, supervised = self._token_losses(embeddings, layout)
-        dims = 1 if mode == "loss_per_row" else (0, 1)
+        embeddings, layout = self._embed(micro_batch, "packed" if self.packed else "right")
+        arguments = self._llm_inputs(embeddings, layout)
+        conversation = layout.conversation.flatten() if mode == "loss_per_row" else None
+        num_rows = layout.num_conversations
+        if self._transforms is None:
+            loss_sum, num_correct = self._full_losses(arguments, layout.labels, conversation, num_rows)
+        else:
+            loss_sum, num_correct = self._chunked_losses(arguments, layout.labels, conversation, num_rows)
+        supervised = (layout.labels != splice.IGNORE).flatten().to(loss_sum.dtype)
         return {
-            "loss_sum": losses.sum(dims),
-            "num_tokens": supervised.sum(dims).to(losses.dtype),
-            "num_correct": correct.sum(dims).to(losses.dtype),
+            "loss_sum": loss_sum,
+            "num_tokens": _sums(supervised, conversation, num_rows),
+            "num_correct": num_correct,
+            "num_positions": layout.labels.new_tensor(layout.labels.numel()),
+            "num_real_positions": layout.attention_mask.sum(),
         }
 
     def generate(
@@ -116,7 +145,7 @@ class SALM(nn.Module):
         return self
 
     def _embed(
-        self, micro_batch: Mapping[str, Any], padding: Literal["right", "left"]
+        self, micro_batch: Mapping[str, Any], arrangement: splice.Arrangement
     ) -> tuple[Tensor, splice.Layout]:
         audios, audio_lens = micro_batch["audios"], micro_batch["audio_lens"]
         layout = splice.plan(
@@ -126,7 +155,7 @@ class SALM(nn.Module):
             self.perception.output_lengths(audio_lens),
             placeholder_id=self.placeholder_id,
             sample_ids=micro_batch["sample_ids"],
-            padding=padding,
+            arrangement=arrangement,
         )
         # The placeholder may have no row in the embedding table: look up 0, the result is not used.
         ids = micro_batch["input_ids"].masked_fill(~layout.is_text, 0)
@@ -147,21 +176,8 @@ class SALM(nn.Module):
         total: Tensor = embeddings.sum()
         return total
 
-    def _token_losses(self, embeddings: Tensor, layout: splice.Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns cross-entropy, correctness and supervision, each [B, K], at the K labelled columns."""
-        columns = (layout.labels != splice.IGNORE).any(0).nonzero()[:, 0]
-        labels = layout.labels[:, columns]
-        logits = self._logits(embeddings, layout, columns)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=splice.IGNORE, reduction="none"
-        )
-        supervised = labels != splice.IGNORE
-        return losses.view_as(labels), (logits.argmax(-1) == labels) & supervised, supervised
-
-    def _logits(self, embeddings: Tensor, layout: splice.Layout, columns: Tensor) -> Tensor:
-        """Returns logits [B, K, V] at `columns` [K].
+    def _llm_inputs(self, embeddings: Tensor, layout: splice.Layout) -> dict[str, Any]:
+        """Returns the arguments of the LLM for embeddings [R, L, H].
 
         No padding mask: rows are right-padded and attention is causal, so no token sees padding, and no query
         is fully masked (which would turn gradients into NaN in some attention kernels).
@@ -169,27 +185,96 @@ class SALM(nn.Module):
         arguments: dict[str, Any] = {"inputs_embeds": embeddings, "use_cache": False}
         if "position_ids" in self._llm_arguments:
             arguments["position_ids"] = layout.position_ids
+        if layout.cu_seqlens is not None:
+            arguments |= {f"cu_seq_lens_{side}": layout.cu_seqlens for side in "qk"}
+            arguments |= {f"max_length_{side}": layout.max_seqlen for side in "qk"}
+        return arguments
+
+    def _chunked_losses(
+        self, arguments: Mapping[str, Any], labels: Tensor, conversation: Tensor | None, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns loss and hits of labels [R, L], summed over all or over each conversation [B]."""
+        hidden: Tensor = self.llm.base_model(**arguments).last_hidden_state.flatten(0, 1)
+        labels = labels.flatten()
+        if conversation is None:
+            return self._head_losses(hidden, labels)
+        rows = [conversation == row for row in range(num_rows)]
+        sums = [self._head_losses(hidden[row], labels[row]) for row in rows]
+        return torch.stack([loss for loss, _ in sums]), torch.stack([correct for _, correct in sums])
+
+    def _head_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the summed loss and the hits of hidden states [N, H] with labels [N]."""
+        assert self._transforms is not None
+        head: Any = self.llm.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return token_losses(
+            hidden, head.weight, labels, bias=head.bias, ignore_index=splice.IGNORE, **self._transforms
+        )
+
+    def _full_losses(
+        self, arguments: Mapping[str, Any], labels: Tensor, conversation: Tensor | None, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `_chunked_losses` does, of the model's own logits at the columns that have a label."""
+        columns = (labels != splice.IGNORE).any(0).nonzero()[:, 0]
         if "logits_to_keep" in self._llm_arguments:
-            logits: Tensor = self.llm(**arguments, logits_to_keep=columns).logits
-            return logits
-        logits = self.llm(**arguments).logits
-        return logits[:, columns]
+            logits: Tensor = self.llm(**arguments, logits_to_keep=columns).logits.flatten(0, 1)
+        else:
+            logits = self.llm(**arguments).logits[:, columns].flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if conversation is not None:
+            conversation = conversation.view_as(labels)[:, columns].flatten()
+        labels = labels[:, columns].flatten()
+        losses = F.cross_entropy(logits, labels, ignore_index=splice.IGNORE, reduction="none")
+        correct = ((logits.argmax(-1) == labels) & (labels != splice.IGNORE)).to(losses.dtype)
+        return _sums(losses, conversation, num_rows), _sums(correct, conversation, num_rows)
 
     @torch.no_grad()
     def _generate(self, micro_batch: Mapping[str, Any], **options: Any) -> Tensor:
         if self.training:
             raise ValueError("SALM.generate in training mode: call model.eval() first")
         prompts = {**micro_batch, "loss_mask": torch.zeros_like(micro_batch["loss_mask"])}
-        embeddings, layout = self._embed(prompts, padding="left")
+        embeddings, layout = self._embed(prompts, "left")
         llm: Any = self.llm
-        tokens: Tensor = llm.generate(
-            inputs_embeds=embeddings,
-            attention_mask=layout.attention_mask.long(),
-            synced_gpus=self._is_sharded(),
-            **{"do_sample": False, **options},
-        )
+        with self._attention_over_padding():
+            tokens: Tensor = llm.generate(
+                inputs_embeds=embeddings,
+                attention_mask=layout.attention_mask.long(),
+                synced_gpus=self._is_sharded(),
+                **{"do_sample": False, **options},
+            )
         return tokens
+
+    @contextmanager
+    def _attention_over_padding(self) -> Iterator[None]:
+        """Runs the LLM with transformers' own attention: that of packs takes neither a mask nor a cache."""
+        if not self.packed:
+            yield
+            return
+        llm: Any = self.llm
+        name = llm.config._attn_implementation
+        llm.set_attn_implementation("sdpa" if llm._supports_sdpa else "eager")
+        try:
+            yield
+        finally:
+            llm.set_attn_implementation(name)
 
     def _is_sharded(self) -> bool:
         sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         return sharded and dist.get_world_size() > 1
+
+
+def _chunkable(llm: PreTrainedModel) -> dict[str, Any] | None:
+    """Returns what the LLM does to its logits, or None where only its own forward knows."""
+    try:
+        linear_head(llm)
+        transforms: dict[str, Any] = dict(logit_transforms(llm.config))
+    except ValueError as error:
+        log.info("the loss takes the whole logits of the supervised positions: %s", error)
+        return None
+    return transforms
+
+
+def _sums(values: Tensor, conversation: Tensor | None, num_rows: int) -> Tensor:
+    """Returns the sum of values [N], or with the conversation [N] of each the sums [B] of all conversations."""
+    if conversation is None:
+        return values.sum()
+    return values.new_zeros(num_rows).index_add(0, conversation, values)

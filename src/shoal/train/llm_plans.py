@@ -13,14 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from shoal.config.llm import CausalLMConfig, LLMConfig, PeftConfig
 from shoal.data.byte_tokenizer import byte_tokenizer
-from shoal.kernels.attention_hf import register_attention
+from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
 from shoal.kernels.packable import packable
 from shoal.models.assemble import ModelPlan
 from shoal.models.causal_lm import CausalLM
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
 
-PACKED_ATTENTION = "shoal"
 BYTES = "bytes"
 _ATTENTION = {"auto": "auto", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
 _PRECISIONS = {"bfloat16": "bf16-true", "float64": "64-true"}

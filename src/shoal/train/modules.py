@@ -227,7 +227,7 @@ class ShoalModule(pl.LightningModule):
             "learning_rate": self._optimizer().param_groups[0]["lr"],
             "grad_norm": result.gradient_norm,
             "tokens_per_second": header.num_tokens / elapsed,
-            "padding_share": header.padding_share,
+            "padding_share": result.padding_share,
             "memory_gb": _peak_memory_gb(self.parallel.device),
             "train_accuracy": result.accuracy,
             "num_tokens": float(header.num_tokens),
@@ -236,8 +236,9 @@ class ShoalModule(pl.LightningModule):
         if self.sample_rate is not None:
             values["audio_seconds"] = header.audio_seconds
             values["audio_seconds_per_second"] = header.audio_seconds / elapsed
+            values["audio_padding_share"] = header.audio_padding_share
         if is_packed:
-            values["packing_efficiency"] = 1.0 - header.padding_share
+            values["packing_efficiency"] = 1.0 - result.padding_share
         self.step_values = values
         # Every step logs its loss, which a checkpoint may be ranked by. The rest is for loggers, and Lightning's
         # bookkeeping of a dozen values is milliseconds: only the steps that loggers see pay for it.

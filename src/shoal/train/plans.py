@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shoal.config.speech import SalmConfig
+from shoal.kernels.attention import Backend
+from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
 from shoal.models.assemble import ModelPlan
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
@@ -20,6 +22,7 @@ from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
 
 _ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+_PACKED_BACKENDS: dict[str, Backend] = {"auto": "auto", "sdpa": "sdpa", "flash": "flash"}
 
 
 def model_folder(config: SalmConfig, name: str) -> Path:
@@ -64,7 +67,7 @@ def salm_plan(config: SalmConfig, placeholder_id: int, *, seed: int, sample_rate
                 f"data.train_ds.sample_rate = {sample_rate}: the encoder {config.pretrained_asr} takes "
                 f"{perception.sampling_rate}; repair: data.train_ds.sample_rate={perception.sampling_rate}"
             )
-        return SALM(llm, perception, placeholder_id=placeholder_id)
+        return SALM(llm, perception, placeholder_id=placeholder_id, packed=config.packed_sequences)
 
     encoder = WeightSource("perception.encoder", asr_folder, spec.checkpoint_prefix)
     return ModelPlan(
@@ -79,11 +82,15 @@ def salm_plan(config: SalmConfig, placeholder_id: int, *, seed: int, sample_rate
 
 
 def _build_llm(config: SalmConfig, folder: Path) -> PreTrainedModel:
+    attention = _ATTENTION[config.automodel_backend.attn]
+    if config.packed_sequences:
+        register_attention(PACKED_ATTENTION, _PACKED_BACKENDS[config.automodel_backend.attn])
+        attention = PACKED_ATTENTION
     llm_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         llm_config,
         dtype=torch.float32,
-        attn_implementation=_ATTENTION[config.automodel_backend.attn],
+        attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
     return llm

@@ -8,7 +8,7 @@ depend on how the micro-batches were dealt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,36 +34,32 @@ class SupportsStep(Protocol):
 
 @dataclass(frozen=True)
 class StepHeader:
-    """What all ranks know about a step before it runs: sums over the data-parallel ranks.
-
-    Padding counts are positions of the padded tensors: text tokens and audio samples.
-    """
+    """What all ranks know about a step before it runs: sums over the data-parallel ranks."""
 
     num_tokens: int
     num_samples: int
     audio_seconds: float
-    num_text_positions: int
-    num_text_real: int
     num_audio_positions: int
     num_audio_real: int
     stop_requested: bool
 
     @property
-    def padding_share(self) -> float:
-        """Share of padded positions that hold no content; of the audio samples when there is audio."""
-        real, total = self.num_audio_real, self.num_audio_positions
-        if total == 0:
-            real, total = self.num_text_real, self.num_text_positions
-        return 1.0 - real / total if total else 0.0
+    def audio_padding_share(self) -> float:
+        """Share of the audio samples that hold no content."""
+        return _padding_share(self.num_audio_real, self.num_audio_positions)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: global sums over global counts, identical on every rank."""
+    """What one optimizer step did: global sums over global counts, identical on every rank.
+
+    `padding_share` is the share of the language model's positions that hold no content.
+    """
 
     loss: float
     accuracy: float
     gradient_norm: float
+    padding_share: float
     header: StepHeader
 
 
@@ -91,7 +87,7 @@ def train_step(
     Raises:
         FloatingPointError: A gradient is not finite; on every rank, before the optimizer steps.
     """
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     num_micro_batches = len(batch.micro_batches)
     for index, micro_batch in enumerate(batch.micro_batches):
         # Dropout and the like depend on the micro-batch's place in the step, not on the rank that runs it.
@@ -99,7 +95,9 @@ def train_step(
         with model.gradient_sync(index == num_micro_batches - 1):
             out = model.forward(to_device(micro_batch, model.device))
             (out["loss_sum"] / max(header.num_tokens, 1)).backward()  # type: ignore[no-untyped-call]
-        sums += torch.stack([out["loss_sum"].detach(), out["num_correct"]]).double().cpu()
+        positions = (0, 0) if micro_batch["is_empty"] else _positions(micro_batch, out)
+        counted = (float(out["loss_sum"].detach()), float(out["num_correct"]), *positions)
+        sums += torch.tensor(counted, dtype=torch.float64)
 
     trainable = list(trainable_parameters(model.module))
     norm = gradient_norm(trainable)
@@ -110,9 +108,10 @@ def train_step(
     optimizer.zero_grad()
     update_running_statistics(model.module, model.group)
 
-    loss_sum, num_correct = all_reduce_sum(sums.to(model.device), model.group).tolist()
+    loss_sum, num_correct, real, positions = all_reduce_sum(sums.to(model.device), model.group).tolist()
     num_tokens = max(header.num_tokens, 1)
-    return StepResult(loss_sum / num_tokens, num_correct / num_tokens, float(norm), header)
+    share = _padding_share(real, positions)
+    return StepResult(loss_sum / num_tokens, num_correct / num_tokens, float(norm), share, header)
 
 
 def agree_on_step(
@@ -137,10 +136,22 @@ def agree_on_step(
     if num_errors:
         errors = [error for error in all_gather_objects(batch.error, group) if error is not None]
         raise RuntimeError("data of this step failed:\n" + "\n".join(dict.fromkeys(errors)))
-    tokens, samples, text, text_real, audio, audio_real = (int(total) for total in totals)
-    return StepHeader(
-        tokens, samples, audio_real / sample_rate, text, text_real, audio, audio_real, bool(num_stops)
-    )
+    tokens, samples, audio, audio_real = (int(total) for total in totals)
+    return StepHeader(tokens, samples, audio_real / sample_rate, audio, audio_real, bool(num_stops))
+
+
+def _positions(micro_batch: MicroBatch, out: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Positions of the language model that hold content, and all of them.
+
+    A model that puts other things than the token ids of a micro-batch into its rows counts for itself.
+    """
+    if "num_positions" in out:
+        return float(out["num_real_positions"]), float(out["num_positions"])
+    return float(micro_batch["text_lens"].sum()), float(micro_batch["input_ids"].numel())
+
+
+def _padding_share(real: float, total: float) -> float:
+    return 1.0 - real / total if total else 0.0
 
 
 def num_supervised(micro_batch: MicroBatch) -> int:
@@ -150,14 +161,11 @@ def num_supervised(micro_batch: MicroBatch) -> int:
 
 def _count(micro_batch: MicroBatch) -> tuple[int, ...]:
     if micro_batch["is_empty"]:
-        return (0, 0, 0, 0, 0, 0)
-    ids, audios = micro_batch["input_ids"], micro_batch["audios"]
+        return (0, 0, 0, 0)
     return (
         num_supervised(micro_batch),
         len(micro_batch["sample_ids"]),
-        ids.numel(),
-        int(micro_batch["text_lens"].sum()),
-        audios.numel(),
+        micro_batch["audios"].numel(),
         int(micro_batch["audio_lens"].sum()),
     )
 

@@ -406,12 +406,12 @@ BAD_CONFIGS: tuple[Bad, ...] = (
         "activation_checkpointing_llm",
     ),
     Bad(
-        "packed sequences",
-        {"model.packed_sequences": True},
-        "not-yet-packed-sequences",
-        "model.packed_sequences",
-        "not implemented yet",
-        "leave it out",
+        "packed sequences with eager attention",
+        {"model.packed_sequences": True, "model.automodel_backend.attn": "eager"},
+        "packed-attention",
+        "model.automodel_backend.attn",
+        "auto, sdpa or flash",
+        "attn: auto",
     ),
     Bad(
         "tag that differs",

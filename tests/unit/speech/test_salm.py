@@ -12,6 +12,7 @@ from shoal.speech.salm import SALM
 from tests.tiny import HIDDEN, PLACEHOLDER, VOCAB, empty_micro_batch, ragged_micro_batches, tiny_salm
 
 KINDS = ["whisper", "parakeet"]
+SUMS = ("loss_sum", "num_tokens", "num_correct")
 
 
 def one_row(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
@@ -130,11 +131,7 @@ def test_no_supervised_token_gives_zero_loss_and_zero_gradients(kind: Any, case:
     batch = empty_micro_batch() if case == "empty" else ragged_micro_batches(1, seed=2)[0]
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
     out = model(batch)
-    assert {name: value.item() for name, value in out.items()} == {
-        "loss_sum": 0.0,
-        "num_tokens": 0.0,
-        "num_correct": 0.0,
-    }
+    assert {name: out[name].item() for name in SUMS} == dict.fromkeys(SUMS, 0.0)
     out["loss_sum"].backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -145,22 +142,30 @@ def test_sums_per_row_add_up_and_have_the_dtype_of_the_law() -> None:
     model = tiny_salm("whisper", torch.bfloat16).eval()
     batch = ragged_micro_batches(3, seed=4)[2]
     total, rows = model(batch), model(batch, mode="loss_per_row")
-    for name, value in total.items():
-        assert value.dtype == torch.float32
+    for name in SUMS:
+        assert total[name].dtype == torch.float32
         assert rows[name].shape == (3,)
-        torch.testing.assert_close(rows[name].sum(), value)
+        torch.testing.assert_close(rows[name].sum(), total[name])
     assert rows["num_tokens"].tolist() == batch["loss_mask"][:, 1:].sum(1).tolist()
 
 
-def test_an_llm_without_logits_to_keep_gives_the_same() -> None:
-    model = tiny_salm()
-    (batch,) = ragged_micro_batches(1, seed=3)
+def test_an_llm_with_a_head_of_its_own_gives_the_same() -> None:
+    """Its own logits, of the labelled columns or of all, instead of the product with the head in chunks."""
+    model = tiny_salm(dtype=torch.float64).eval()
+    batch = ragged_micro_batches(3, seed=3)[2]
     widths: list[int] = []
     model.llm.lm_head.register_forward_hook(lambda _, args, out: widths.append(args[0].shape[1]))
-    expected = model(batch)["loss_sum"]
-    model._llm_arguments -= {"logits_to_keep"}
-    torch.testing.assert_close(model(batch)["loss_sum"], expected)
-    assert widths[0] < widths[1], "logits only where something is supervised"
+    for mode in ("loss", "loss_per_row"):
+        chunked = model(batch, mode=mode)
+        transforms, model._transforms = model._transforms, None
+        labelled = model(batch, mode=mode)
+        arguments, model._llm_arguments = model._llm_arguments, model._llm_arguments - {"logits_to_keep"}
+        whole = model(batch, mode=mode)
+        model._transforms, model._llm_arguments = transforms, arguments
+        for name in SUMS:
+            torch.testing.assert_close(labelled[name], chunked[name], rtol=1e-12, atol=0)
+            torch.testing.assert_close(whole[name], chunked[name], rtol=1e-12, atol=0)
+    assert len(widths) == 4 and widths[0] < widths[1], "logits only where something is supervised"
 
 
 def test_a_frozen_llm_stays_in_eval_mode() -> None:

@@ -55,7 +55,7 @@ def random_case(seed: int):
 @pytest.mark.parametrize("seed", range(12))
 def test_splice_equals_the_slow_twin(seed: int, padding) -> None:
     ids, mask, lens, text, audio, clip_lens = random_case(seed)
-    layout = plan(ids, mask, lens, clip_lens, placeholder_id=AUDIO, sample_ids=NAMES, padding=padding)
+    layout = plan(ids, mask, lens, clip_lens, placeholder_id=AUDIO, sample_ids=NAMES, arrangement=padding)
     embeddings, labels, attention = slow_splice(ids, mask, lens, text, audio, clip_lens, padding)
     torch.testing.assert_close(splice(text, audio, layout), embeddings, rtol=0, atol=0)
     assert torch.equal(layout.labels, labels)

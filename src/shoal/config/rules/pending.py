@@ -32,7 +32,6 @@ _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "bf16-flash")
 _CHOSEN = "recomputing a part of each layer"
 _WHOLE_LAYERS = (False, True, "full")
 _SPEECH = (
-    Pending("model.packed_sequences", "packed sequences", (False,)),
     Pending("model.aux_loss_coeff", "the load-balance loss of expert layers", (0,)),
     Pending("model.train_gate", "training the router of expert layers", (False,)),
     Pending("model.moe_metrics.enabled", "logging of expert load", (False,)),

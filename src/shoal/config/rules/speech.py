@@ -70,10 +70,19 @@ def _patterns_compile(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
 def _attention_installed(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
     attn = config.model.automodel_backend.attn
     package = _ATTENTION_PACKAGES.get(attn)
+    if config.model.packed_sequences and attn == "flash":
+        package = None  # packs take the kernel that comes with torch
     if package is not None and find_spec(package) is None:
         yield Broken(
             "model.automodel_backend.attn", attn, f"a kernel of an installed package; {package} is not"
         )
+
+
+def _packs_need_borders(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
+    attn = config.model.automodel_backend.attn
+    if config.model.packed_sequences and attn == "eager":
+        limit = "auto, sdpa or flash: attention that is told where conversations end"
+        yield Broken("model.automodel_backend.attn", attn, limit)
 
 
 def _cp_needs_packing(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
@@ -214,6 +223,14 @@ SPEECH_RULES: tuple[Rule, ...] = (
         ("model.automodel_backend",),
         _attention_installed,
         "a kernel that is named and missing is an error, not another kernel",
+        "model.automodel_backend.attn: auto",
+    ),
+    Rule(
+        "packed-attention",
+        "speech",
+        ("model.packed_sequences", "model.automodel_backend"),
+        _packs_need_borders,
+        "packed conversations do not see each other",
         "model.automodel_backend.attn: auto",
     ),
     Rule(
