@@ -55,6 +55,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", _EXPERTS),
     "nemotron-h": ("nemotron_h", {**_MAMBA, "layers_block_type": ["mamba", "moe", "attention", "mamba"]}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
+    # A vocabulary that no degree divides, biases everywhere, an uneven feed-forward layer, a tied head.
+    "llama-odd": (
+        "llama",
+        {
+            "vocab_size": 67,
+            "intermediate_size": 45,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
+    "nemotron-h-mlp": ("nemotron_h", {**_MAMBA, "layers_block_type": ["mlp", "mamba", "attention", "mlp"]}),
     "hrm-text": ("hrm_text", {"head_dim": 8}),
     "olmo-hybrid": ("olmo_hybrid", {}),
 }

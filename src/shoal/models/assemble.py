@@ -1,7 +1,8 @@
 """THE order in which a model is built, changed and spread over the mesh.
 
-    build on meta -> LoRA -> freeze -> activation checkpointing -> compile -> FSDP2 / HSDP -> materialise and load
-    this rank's shards -> initialise what no checkpoint provides -> check ties and leftovers -> DDP
+    build on meta -> LoRA -> freeze -> tensor and sequence parallelism -> activation checkpointing -> compile ->
+    FSDP2 / HSDP -> materialise and load this rank's shards -> initialise what no checkpoint provides -> check ties
+    and leftovers -> DDP
 
 `requires_grad` is final after freezing, and names stay Hugging Face's throughout. DDP comes last because it
 broadcasts and buckets real parameters; FSDP2 comes before loading so that no rank ever holds the whole model.
@@ -33,6 +34,7 @@ from shoal.parallel.ddp import autocasting, replicate_in_place, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
 from shoal.parallel.model import ParallelModel, no_gradient_sync, single_process
 from shoal.parallel.setup import DistributedSetup, refuse_unimplemented
+from shoal.parallel.tensor import TensorParallel, shard_tensor_parallel
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -102,7 +104,7 @@ def assemble(
     if isinstance(strategy, DDPConfig):
         return wrap_ddp(module, group, device, strategy, numerics.autocast)
     assert isinstance(module, FSDPModule) and isinstance(strategy, FSDP2Config)
-    return fsdp2_model(module, group, device, strategy)
+    return fsdp2_model(module, group, device, strategy, _tensor_parallel(module))
 
 
 def assemble_in_place(
@@ -119,7 +121,7 @@ def assemble_in_place(
     if isinstance(strategy, DDPConfig):
         return replicate_in_place(module, group, device, strategy)
     assert isinstance(module, FSDPModule) and isinstance(strategy, FSDP2Config)
-    return fsdp2_model(module, group, device, strategy)
+    return fsdp2_model(module, group, device, strategy, _tensor_parallel(module))
 
 
 def _build_and_fill(
@@ -133,7 +135,7 @@ def _build_and_fill(
         raise ValueError(
             f"strategy = {type(strategy).__name__}: not implemented yet; repair: use fsdp2 or ddp"
         )
-    module = _build(plan, numerics)
+    module = _build(plan, numerics, setup)
     conversions = {
         source.module: conversions_of(_submodule(module, source.module)) for source in plan.weights
     }
@@ -143,7 +145,7 @@ def _build_and_fill(
     return module
 
 
-def _build(plan: ModelPlan, numerics: Numerics) -> nn.Module:
+def _build(plan: ModelPlan, numerics: Numerics, setup: DistributedSetup | None) -> nn.Module:
     """The module on the meta device with everything in it that changes its parameters or its layers."""
     with parameters_on_meta():
         module = plan.build()
@@ -154,6 +156,8 @@ def _build(plan: ModelPlan, numerics: Numerics) -> nn.Module:
     keep = [*plan.keep, ADAPTER_PATTERN] if plan.lora is not None else plan.keep
     for pattern in freeze_parameters(module, plan.freeze, keep):
         log.warning("pattern %r of freeze_params / prevent_freeze_params matches no parameter", pattern)
+    if setup is not None and setup.mesh_context.tp_size > 1:
+        _cut(module, plan, setup)
     if plan.checkpoint_llm:
         checkpoint_activations(llm)
     if plan.checkpoint_perception and plan.perception is not None:
@@ -161,6 +165,26 @@ def _build(plan: ModelPlan, numerics: Numerics) -> nn.Module:
     if plan.compile is not None:
         compile_layers(llm, plan.compile)
     return module
+
+
+def _cut(module: nn.Module, plan: ModelPlan, setup: DistributedSetup) -> None:
+    """Cuts the language model over the tensor-parallel ranks; the rest of the module is whole on each of them."""
+    strategy = setup.strategy_config
+    assert isinstance(strategy, FSDP2Config)  # rules refuse the axis for every other strategy
+    state = shard_tensor_parallel(
+        _submodule(module, plan.llm),
+        setup.mesh_context.mesh(MeshAxisName.TP),
+        sequence_parallel=strategy.sequence_parallel,
+        plan=strategy.tp_plan,
+    )
+    # Nobody stands between a bare language model and its caller, who expects whole logits.
+    state.full_logits = plan.llm == ""
+    module.tensor_parallel = state  # type: ignore[assignment]
+
+
+def _tensor_parallel(module: nn.Module) -> TensorParallel | None:
+    state = getattr(module, "tensor_parallel", None)
+    return state if isinstance(state, TensorParallel) else None
 
 
 def fill(

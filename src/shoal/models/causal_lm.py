@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
+from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
+from shoal.parallel.tensor import TensorParallel
 
 IGNORE = -100
 """The label of a position that carries no loss."""
@@ -34,6 +36,9 @@ class CausalLM(nn.Module):
     Raises:
         ValueError: ``chunked`` does not know what the model does to its logits, or the head is adapted.
     """
+
+    tensor_parallel: TensorParallel | None = None
+    """How `llm` is cut over ranks, set by assembly."""
 
     def __init__(
         self,
@@ -100,8 +105,14 @@ class CausalLM(nn.Module):
             bias=head.bias,
             label_smoothing=self._smoothing,
             z_loss=self._z_loss,
+            vocab=self._vocab,
             **self._transforms,
         )
+
+    @property
+    def _vocab(self) -> VocabShard | None:
+        """The part of the vocabulary that logits are of; None when they are of all of it."""
+        return None if self.tensor_parallel is None else self.tensor_parallel.vocab
 
     def _full_losses(self, arguments: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
         columns = (labels != IGNORE).any(0).nonzero()[:, 0]
@@ -111,6 +122,16 @@ class CausalLM(nn.Module):
         else:
             logits = self.llm(**arguments).logits[:, columns].flatten(0, 1)
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self._vocab is not None:
+            losses, hits = vocab_parallel_losses(
+                logits,
+                labels,
+                self._vocab,
+                ignore_index=IGNORE,
+                label_smoothing=self._smoothing,
+                z_loss=self._z_loss,
+            )
+            return losses.sum(), hits.sum().to(losses.dtype)
         loss_sum = F.cross_entropy(
             logits, labels, ignore_index=IGNORE, label_smoothing=self._smoothing, reduction="sum"
         )

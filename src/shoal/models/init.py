@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.config.seeds import derive_seed
+from shoal.parallel.tensor.local import whole_parameters
 
 
 def initialise(model: nn.Module, names: Collection[str], seed: int) -> None:
@@ -42,7 +43,7 @@ def _initialise_module(owner: nn.Module, module: nn.Module, name: str, wanted: l
     }
     module._parameters.update(full)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), whole_parameters(module):
             torch.manual_seed(derive_seed(seed, name))
             _draw(owner, module, name)
     finally:

@@ -27,7 +27,8 @@ from torch.distributed.fsdp import (
 
 from shoal.config.schema import FSDP2Config, MixedPrecisionConfig, OffloadConfig
 from shoal.parallel.layers import transformer_layers
-from shoal.parallel.model import ParallelModel
+from shoal.parallel.model import GradientSync, ParallelModel, followed_by
+from shoal.parallel.tensor import TensorParallel
 
 
 def shard_fsdp2(
@@ -58,7 +59,11 @@ def shard_fsdp2(
 
 
 def fsdp2_model(
-    module: FSDPModule, group: ProcessGroup, device: torch.device, config: FSDP2Config
+    module: FSDPModule,
+    group: ProcessGroup,
+    device: torch.device,
+    config: FSDP2Config,
+    tensor_parallel: TensorParallel | None = None,
 ) -> ParallelModel:
     """The interface of a sharded module to the training step."""
 
@@ -66,7 +71,10 @@ def fsdp2_model(
         return _synchronised(module, last or not config.defer_fsdp_grad_sync, last)
 
     assert isinstance(module, nn.Module)
-    return ParallelModel(module, module, gradient_sync, group, device)
+    sync: GradientSync = gradient_sync
+    if tensor_parallel is not None:
+        sync = followed_by(sync, tensor_parallel.sum_partial_gradients)
+    return ParallelModel(module, module, sync, group, device)
 
 
 def _reshard_without_backward(module: nn.Module, inputs: object, output: object) -> None:

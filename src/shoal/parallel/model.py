@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,23 @@ def no_gradient_sync(enabled: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+GradientSync = Callable[[bool], AbstractContextManager[None]]
+"""See `ParallelModel.gradient_sync`."""
+
+
+def followed_by(sync: GradientSync, finish: Callable[[], None]) -> GradientSync:
+    """Calls `finish` when the gradients of the last micro-batch have been synchronised."""
+
+    @contextmanager
+    def synchronised(last: bool) -> Iterator[None]:
+        with sync(last):
+            yield
+        if last:
+            finish()
+
+    return synchronised
+
+
 @dataclass(frozen=True)
 class ParallelModel:
     """A trainable module on its mesh: how to run it, and when its gradients are summed over the ranks.
@@ -40,7 +57,7 @@ class ParallelModel:
 
     module: nn.Module
     forward: Callable[[MicroBatch], Sums]
-    gradient_sync: Callable[[bool], AbstractContextManager[None]]
+    gradient_sync: GradientSync
     group: ProcessGroup | None
     device: torch.device
 
