@@ -19,6 +19,7 @@ from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
 from shoal.data.batch import StepBatch
 from shoal.data.position import StreamPosition
 from shoal.models.assemble import ModelPlan, Numerics, assemble
+from shoal.models.dropout import dropout_step
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.setup import DistributedSetup
 from shoal.speech.batch_norm import update_running_statistics
@@ -144,8 +145,9 @@ def reference(case: Case) -> Record:
         losses = []
         for index, batch in enumerate(batches):
             _seed(step, index)
-            loss = model(batch)["loss_sum"] / max(tokens, 1)
-            loss.backward()
+            with dropout_step(model, 3, step):
+                loss = model(batch)["loss_sum"] / max(tokens, 1)
+                loss.backward()
             losses.append(float(loss.detach()))
         record.gradients.append(
             {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

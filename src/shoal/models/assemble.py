@@ -1,8 +1,8 @@
 """THE order in which a model is built, changed and spread over the mesh.
 
-    build on meta -> LoRA -> freeze -> tensor and sequence parallelism -> activation checkpointing -> compile ->
-    FSDP2 / HSDP -> materialise and load this rank's shards -> initialise what no checkpoint provides -> check ties
-    and leftovers -> DDP
+    build on meta -> LoRA -> freeze -> dropout -> tensor and sequence parallelism -> activation checkpointing ->
+    compile -> FSDP2 / HSDP -> materialise and load this rank's shards -> initialise what no checkpoint provides ->
+    check ties and leftovers -> DDP
 
 `requires_grad` is final after freezing, and names stay Hugging Face's throughout. DDP comes last because it
 broadcasts and buckets real parameters; FSDP2 comes before loading so that no rank ever holds the whole model.
@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from shoal.config.llm import CompileConfig
 from shoal.config.schema import DDPConfig, FSDP2Config, MixedPrecisionConfig
 from shoal.mesh.axes import MeshAxisName
+from shoal.models.dropout import refuse_generator_dropout, replace_dropout
 from shoal.models.freeze import freeze_parameters
 from shoal.models.init import initialise
 from shoal.models.load import WeightSource, check_ties, conversions_of, load_pretrained
 from shoal.models.lora import ADAPTER_PATTERN, add_lora
 from shoal.models.meta import cast_stored, parameters_on_meta, replace_parameters
-from shoal.parallel.activation_checkpointing import checkpoint_activations
+from shoal.parallel.activation_checkpointing import ContextFn, checkpoint_activations
 from shoal.parallel.compile import compile_layers
 from shoal.parallel.ddp import autocasting, replicate_in_place, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
@@ -156,15 +157,34 @@ def _build(plan: ModelPlan, numerics: Numerics, setup: DistributedSetup | None) 
     keep = [*plan.keep, ADAPTER_PATTERN] if plan.lora is not None else plan.keep
     for pattern in freeze_parameters(module, plan.freeze, keep):
         log.warning("pattern %r of freeze_params / prevent_freeze_params matches no parameter", pattern)
+    context_fn = _place_dropout(module, plan, setup)
     if setup is not None and setup.mesh_context.tp_size > 1:
         _cut(module, plan, setup)
     if plan.checkpoint_llm:
-        checkpoint_activations(llm)
+        checkpoint_activations(llm, context_fn)
     if plan.checkpoint_perception and plan.perception is not None:
         module.get_submodule(plan.perception).set_activation_checkpointing(True)  # type: ignore[operator]
     if plan.compile is not None:
         compile_layers(llm, plan.compile)
     return module
+
+
+def _place_dropout(module: nn.Module, plan: ModelPlan, setup: DistributedSetup | None) -> ContextFn | None:
+    """Gives dropout masks that no layout changes; returns what recomputation needs to repeat them.
+
+    A bare language model is called by its user, who says nothing about steps and samples: its dropout stays torch's,
+    and is refused where ranks would have to agree on it.
+    """
+    sizes = () if setup is None else setup.mesh_context.sizes
+    axes = [
+        f"{axis}_size = {getattr(sizes, axis)}" for axis in ("tp", "cp", "pp") if getattr(sizes, axis, 1) > 1
+    ]
+    state = None
+    if plan.llm:
+        state = replace_dropout(module, perception=plan.perception, data_parallel_only=not axes)
+    if axes:
+        refuse_generator_dropout(module, ", ".join(axes))
+    return None if state is None else state.replaying
 
 
 def _cut(module: nn.Module, plan: ModelPlan, setup: DistributedSetup) -> None:

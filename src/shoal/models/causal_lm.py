@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
+from shoal.models.dropout import DropoutState, tokens_of
 from shoal.parallel.tensor import TensorParallel
 
 IGNORE = -100
@@ -39,6 +40,9 @@ class CausalLM(nn.Module):
 
     tensor_parallel: TensorParallel | None = None
     """How `llm` is cut over ranks, set by assembly."""
+
+    dropout_state: DropoutState | None = None
+    """What dropout modules know about the tokens, set by assembly."""
 
     def __init__(
         self,
@@ -73,6 +77,8 @@ class CausalLM(nn.Module):
             `loss_sum` (with gradient), `num_tokens` and `num_correct` over the supervised tokens, scalars in
             float32 (float64 for a float64 model); without a supervised token all are 0 and so is every gradient.
         """
+        if self.dropout_state is not None and self.training:
+            self.dropout_state.publish_text(*tokens_of(micro_batch))
         labels = shifted_labels(micro_batch["input_ids"], micro_batch["loss_mask"])
         arguments = self._inputs(micro_batch)
         if self._chunked:

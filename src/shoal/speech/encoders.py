@@ -26,6 +26,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from shoal.speech import segments
 from shoal.speech.log_mel import MelSettings, ParakeetLogMel, WhisperLogMel, frame_mask
+from shoal.speech.seeds import fold_in
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +121,10 @@ class SpeechEncoder(ABC):
     def output_lengths(self, audio_lens: Tensor) -> Tensor:
         """Returns the encoded frames [B] int64 of clips of audio_lens [B] samples; arithmetic alone."""
 
+    def window_seeds(self, seeds: Tensor, mel_lens: Tensor) -> Tensor:
+        """Returns the seed of each row of the encoder's hidden states, of seeds [B] and mel_lens [B] of clips."""
+        return seeds
+
     def layers(self) -> nn.ModuleList:
         """Returns the encoder's layers, the units of sharding and of activation checkpointing."""
         layers: nn.ModuleList = self.model.layers
@@ -208,8 +213,7 @@ class WhisperSpeechEncoder(SpeechEncoder):
 
     def encode(self, mel: Tensor, mel_lens: Tensor) -> tuple[Tensor, Tensor]:
         """See `SpeechEncoder.encode`; each window is encoded by itself, as Whisper was trained."""
-        window = 2 * self.model.config.max_source_positions
-        pieces = segments.cut(mel_lens, window)
+        window, pieces = self._window, segments.cut(mel_lens, self._window)
         # The padding of a window is silence at the clip's floor level, not zero: take it with the frames.
         whole = segments.Segments(
             pieces.row, pieces.start, torch.full_like(pieces.length, window), pieces.num_rows
@@ -217,6 +221,16 @@ class WhisperSpeechEncoder(SpeechEncoder):
         windows = segments.take(mel, whole, window)
         hidden = self.model(windows.transpose(1, 2)).last_hidden_state
         return segments.join(hidden, (pieces.length + 1) // 2, pieces)
+
+    @property
+    def _window(self) -> int:
+        """Mel frames of a window."""
+        return 2 * int(self.model.config.max_source_positions)
+
+    def window_seeds(self, seeds: Tensor, mel_lens: Tensor) -> Tensor:
+        """See `SpeechEncoder.window_seeds`; one for each window."""
+        pieces = segments.cut(mel_lens, self._window)
+        return fold_in(seeds[pieces.row], pieces.ordinal)
 
     def output_lengths(self, audio_lens: Tensor) -> Tensor:
         """See `SpeechEncoder.output_lengths`."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config.speech import PerceptionConfig
+from shoal.models.dropout import DropoutState
 from shoal.parallel.activation_checkpointing import checkpoint_module
 from shoal.speech import segments
 from shoal.speech.adapters import build_adapter, stack_frames, stacked_lengths
@@ -44,6 +45,9 @@ class AudioPerception(nn.Module):
     Raises:
         ValueError: Settings that do not fit the encoder or the LLM.
     """
+
+    dropout_state: DropoutState | None = None
+    """What dropout modules know about the clips, set by assembly."""
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class AudioPerception(nn.Module):
         Args:
             audios: [B, T] float32, right-padded; B is at least 1.
             audio_lens: Samples of each clip, [B] int64; 0 is allowed and gives no embeddings.
-            seeds: One seed per clip, [B] int64, for SpecAugment; needed in training when it is on.
+            seeds: One seed per clip, [B] int64, for SpecAugment and dropout; needed in training when these are on.
 
         Returns:
             Embeddings [B, L, H], arbitrary after each clip's end, and lengths [B] int64.
@@ -146,6 +150,9 @@ class AudioPerception(nn.Module):
             if seeds is None:
                 raise ValueError("model.perception.spec_augment is on: training needs one seed per clip")
             mel = self.spec_augment(mel, mel_lens, seeds)
+        if self.dropout_state is not None and seeds is not None:
+            self.dropout_state.publish_frames("encoder", self.speech_encoder.window_seeds(seeds, mel_lens))
+            self.dropout_state.publish_frames("adapter", seeds)
         hidden, lengths = self._encode(mel.to(self.encoder.dtype), mel_lens)
         if self.stack_factor > 1:
             hidden, lengths = stack_frames(hidden, lengths, self.stack_factor)
@@ -174,8 +181,9 @@ class AudioPerception(nn.Module):
         """
         if not enabled:
             return
+        replaying = None if self.dropout_state is None else self.dropout_state.replaying
         for layer in self.speech_encoder.layers():
-            checkpoint_module(layer)
+            checkpoint_module(layer, replaying)
         front_end = self.speech_encoder.front_end()
         if front_end is not None and not isinstance(front_end, nn.Linear):
-            checkpoint_module(front_end)
+            checkpoint_module(front_end, replaying)

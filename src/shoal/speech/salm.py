@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 from shoal.kernels.packable import packable
+from shoal.models.dropout import DropoutState
 from shoal.speech import splice
 from shoal.speech.batch_norm import unobserved
 from shoal.speech.perception import AudioPerception, is_frozen
@@ -46,6 +47,9 @@ class SALM(nn.Module):
     Raises:
         ValueError: The LLM cannot be packed; see `shoal.kernels.packable`.
     """
+
+    dropout_state: DropoutState | None = None
+    """What dropout modules know about the tokens, set by assembly."""
 
     def __init__(
         self, llm: PreTrainedModel, perception: AudioPerception, *, placeholder_id: int, packed: bool = False
@@ -157,6 +161,9 @@ class SALM(nn.Module):
             sample_ids=micro_batch["sample_ids"],
             arrangement=arrangement,
         )
+        if self.dropout_state is not None and self.training:
+            samples = micro_batch["sample_seeds"][layout.conversation]
+            self.dropout_state.publish_text(samples, layout.position_ids)
         # The placeholder may have no row in the embedding table: look up 0, the result is not used.
         ids = micro_batch["input_ids"].masked_fill(~layout.is_text, 0)
         text: Tensor = self.llm.get_input_embeddings()(ids)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from shoal.config.seeds import derive_seed
 from shoal.data.batch import StepBatch
 from shoal.mesh.collectives import all_gather_objects, all_reduce_sum
+from shoal.models.dropout import dropout_step
 from shoal.parallel.model import MicroBatch, ParallelModel
 from shoal.speech.batch_norm import update_running_statistics
 from shoal.train.clip import gradient_norm, refuse_non_finite, scale_gradients
@@ -90,9 +91,11 @@ def train_step(
     sums = torch.zeros(4, dtype=torch.float64)
     num_micro_batches = len(batch.micro_batches)
     for index, micro_batch in enumerate(batch.micro_batches):
-        # Dropout and the like depend on the micro-batch's place in the step, not on the rank that runs it.
+        # What draws from the generator depends on the micro-batch's place in the step, not on the rank that runs it;
+        # dropout modules do not draw, see shoal.models.dropout.
         torch.manual_seed(derive_seed(seed, step, index * model.dp_size + model.dp_rank))
-        with model.gradient_sync(index == num_micro_batches - 1):
+        last = index == num_micro_batches - 1
+        with dropout_step(model.module, seed, step), model.gradient_sync(last):
             out = model.forward(to_device(micro_batch, model.device))
             (out["loss_sum"] / max(header.num_tokens, 1)).backward()  # type: ignore[no-untyped-call]
         positions = (0, 0) if micro_batch["is_empty"] else _positions(micro_batch, out)
