@@ -85,6 +85,10 @@ class Rotation:
         source = dist.get_global_rank(group, (rank - distance) % size)
         # Held until `wait`: a transport may still read what Python has let go of.
         self._sent = [tensor.contiguous() for tensor in tensors]
+        self._works: list[dist.Work] = []
+        if size == 1:
+            self._received = self._sent
+            return
         self._received = [torch.empty_like(tensor) for tensor in self._sent]
         operations = []
         for own, other in zip(self._sent, self._received, strict=True):

@@ -1,0 +1,158 @@
+"""A rank's share of a micro-batch: its tokens, and what attention has to know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from shoal.kernels.attention import Backend
+from shoal.kernels.packable import packable
+from shoal.kernels.packed import borders
+from shoal.mesh.exchange import refuse_disagreement
+from shoal.parallel.context.attention import (
+    CONTEXT_ATTENTION,
+    AttentionContext,
+    Method,
+    register_context_attention,
+)
+from shoal.parallel.context.split import DualChunks, local_index
+from shoal.parallel.context.ulysses import refuse_indivisible_heads
+
+_BACKENDS: Mapping[str | None, Backend] = {
+    None: "auto",
+    "sdpa": "sdpa",
+    "shoal": "auto",
+    "flash_attention_2": "flash",
+}
+"""Which kernel computes locally, by the attention a model was built with."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's tokens of a micro-batch.
+
+    Attributes:
+        index: Place of each local token among the flattened tokens of the micro-batch, int64 [num_local].
+        is_real: False on padding, bool [num_local].
+        attention: For the attention layers, as the keyword `context`.
+    """
+
+    index: Tensor
+    is_real: Tensor
+    attention: AttentionContext
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """Values [B, S, ...] of this rank's tokens, [1, num_local, ...]; padding repeats those of a real token."""
+        return values.flatten(0, 1).index_select(0, self.index)[None]
+
+    def labels(self, labels: Tensor, ignore: int) -> Tensor:
+        """Labels [B, S], already shifted, of this rank's tokens [1, num_local]; `ignore` on padding."""
+        return self.tokens(labels).masked_fill(~self.is_real, ignore)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How the ranks of a group share the tokens of every micro-batch.
+
+    Attributes:
+        group: The ranks along the cp axis; all get the same micro-batches.
+        method: How queries and keys meet in attention.
+        backend: Kernel of the local computation.
+    """
+
+    group: ProcessGroup
+    method: Method
+    backend: Backend = "auto"
+
+    def share(self, micro_batch: Mapping[str, Any]) -> Share:
+        """This rank's share of a micro-batch. Collective, once per micro-batch, over the cp ranks.
+
+        Args:
+            micro_batch: `input_ids` and `loss_mask` [B, S]. A pack has its documents in `cu_seqlens` int32 [N + 1];
+                of rows, each is a document of `text_lens` int64 [B] tokens.
+
+        Raises:
+            ValueError: On every rank, when they did not get the same micro-batch.
+        """
+        ids = micro_batch["input_ids"]
+        starts, lengths = _documents(micro_batch)
+        layout = DualChunks(lengths, self.group.size(), self.group.rank())
+        refuse_disagreement(
+            [len(lengths), sum(lengths), _digest(ids), _digest(micro_batch["loss_mask"])],
+            self.group,
+            "the micro-batch (number of documents and of tokens, digests of ids and of the loss mask)",
+            "give all cp ranks of a data-parallel coordinate the same data",
+        )
+        index, is_real = local_index(layout, starts, ids.device)
+        return Share(index, is_real, AttentionContext(layout, self.group, self.method, self.backend))
+
+
+def make_context_parallel(llm: PreTrainedModel, group: ProcessGroup, method: Method) -> ContextParallel:
+    """Switches a language model to context-parallel attention, on any device and before sharding.
+
+    Args:
+        llm: Its configuration is changed: attention is `CONTEXT_ATTENTION`.
+        group: The ranks that share tokens.
+        method: How queries and keys meet.
+
+    Raises:
+        ValueError: The model mixes tokens in ways that are not split, has attention dropout or an attention that
+            cannot be split, or its heads cannot be dealt to the ranks.
+    """
+    attention = llm.config._attn_implementation
+    if attention not in _BACKENDS:
+        raise ValueError(
+            f"model.attn_implementation = {attention!r}: auto, sdpa, flash_attention_2 or shoal with cp_size > 1, "
+            "because its scores would miss the tokens of other ranks; repair: attn_implementation: auto"
+        )
+    try:
+        packable(llm)
+    except ValueError as error:
+        raise ValueError(f"cp_size = {group.size()}: {error}, and cp_size: 1") from None
+    if method == "ulysses":
+        refuse_indivisible_heads(llm.config.get_text_config().num_attention_heads, group.size())
+    register_context_attention()
+    llm.set_attn_implementation(CONTEXT_ATTENTION)
+    return ContextParallel(group, method, _BACKENDS[attention])
+
+
+def attach_context_parallel(
+    module: nn.Module, llm: PreTrainedModel, group: ProcessGroup, method: Method
+) -> None:
+    """Gives a trainable module the attribute `context_parallel`, by which its forward splits micro-batches.
+
+    Raises:
+        ValueError: The module does not split its micro-batches, or its model cannot; see `make_context_parallel`.
+    """
+    if not hasattr(module, "context_parallel"):
+        raise ValueError(
+            f"cp_size = {group.size()}: {type(module).__name__} does not split its micro-batches over ranks; "
+            "repair: cp_size: 1"
+        )
+    module.context_parallel = make_context_parallel(llm, group, method)
+
+
+def _documents(micro_batch: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the documents begin among the flattened tokens, and their lengths."""
+    if "cu_seqlens" in micro_batch:
+        ends = borders(micro_batch["cu_seqlens"])
+        return ends[:-1], tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+    rows, columns = micro_batch["input_ids"].shape
+    return tuple(range(0, rows * columns, columns)), tuple(micro_batch["text_lens"].tolist())
+
+
+def _digest(values: Tensor) -> int:
+    """A number that differs, almost surely, for tensors that differ."""
+    flat = values.flatten().long()
+    # int64 arithmetic wraps around, which is as good as a modulus here.
+    weights = torch.arange(1, len(flat) + 1, device=flat.device) * 2654435761 + 97
+    return int(((flat + 1) * weights).sum()) ^ (values.shape[0] << 32)
+
+
+__all__ = ["ContextParallel", "Share", "attach_context_parallel", "make_context_parallel"]
