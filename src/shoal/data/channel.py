@@ -104,7 +104,7 @@ class Channel:
         row = [*contents, MAGIC, *self._name_words, *astuple(stamp)]
         mine = torch.tensor(row, dtype=torch.int64, device=self._device)
         rows = mine.new_empty(self._group.size(), len(mine))
-        dist.all_gather_into_tensor(rows, mine, group=self._group)
+        dist.all_gather(list(rows.unbind()), mine, group=self._group)
         announced: list[list[int]] = rows.tolist()
         places = [row[len(contents) :] for row in announced]
         if any(place != places[0] for place in places):
