@@ -11,6 +11,7 @@ from shoal.config.facts import Facts, ModelShape
 from shoal.config.layout import LAYOUT_RULES, LayoutRule
 from shoal.config.llm import LLMConfig
 from shoal.config.rules.base import Broken, Check, Rule, layout_of, size_key, sizes_of, spelled
+from shoal.config.schema import FSDP2Config
 from shoal.config.speech import SpeechConfig
 
 Config = SpeechConfig | LLMConfig
@@ -41,6 +42,38 @@ def _divides(size: str, shape_field: str, noun: str) -> Check:
         yield Broken(size_key(config, size), degree, limit, f"{size}: {nearest}")
 
     return check
+
+
+def _key_value_heads(config: Config, facts: Facts) -> Iterator[Broken]:
+    tp_size = sizes_of(config).tp_size
+    count = (facts.shape or ModelShape()).num_kv_heads
+    if count is None or count % tp_size == 0 or tp_size % count == 0:
+        return
+    divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    limit = f"a divisor of the model's {count} key-value heads ({divisors}), or a multiple of {count}"
+    nearest = max(n for n in range(1, tp_size) if count % n == 0 or n % count == 0)
+    yield Broken(size_key(config, "tp_size"), tp_size, limit, f"tp_size: {nearest}")
+
+
+def _fsdp2_options(config: Config) -> tuple[str, FSDP2Config | None]:
+    """Returns the key of the strategy's options and the options, when they are FSDP2's."""
+    if isinstance(config, LLMConfig):
+        key, options = "distributed", config.distributed.options
+    else:
+        key, options = "trainer.strategy.distributed_config", config.trainer.strategy.distributed_config
+    return key, options if isinstance(options, FSDP2Config) else None
+
+
+def _sequence_parallel_needs_tp(config: Config, facts: Facts) -> Iterator[Broken]:
+    key, options = _fsdp2_options(config)
+    if options is not None and options.sequence_parallel and sizes_of(config).tp_size == 1:
+        yield Broken(f"{key}.sequence_parallel", True, "false with tp_size = 1")
+
+
+def _plan_needs_tp(config: Config, facts: Facts) -> Iterator[Broken]:
+    key, options = _fsdp2_options(config)
+    if options is not None and options.tp_plan is not None and sizes_of(config).tp_size == 1:
+        yield Broken(f"{key}.tp_plan", dict(options.tp_plan), "absent with tp_size = 1")
 
 
 def _experts_exist(config: Config, facts: Facts) -> Iterator[Broken]:
@@ -139,25 +172,25 @@ MESH_RULES: tuple[Rule, ...] = (
         "tp-divides-kv-heads",
         "both",
         _STRATEGY_KEYS,
-        _divides("tp_size", "num_kv_heads", "key-value heads"),
-        "each tensor-parallel rank holds whole key-value heads",
+        _key_value_heads,
+        "each tensor-parallel rank holds whole key-value heads, or shares one",
         "lower tp_size",
     ),
     Rule(
-        "tp-divides-hidden",
+        "sequence-parallel-needs-tp",
         "both",
         _STRATEGY_KEYS,
-        _divides("tp_size", "hidden_size", "hidden features"),
-        "projections are cut along the hidden features",
-        "lower tp_size",
+        _sequence_parallel_needs_tp,
+        "the sequence is sharded over the tensor-parallel ranks",
+        "sequence_parallel: false, or tp_size: 2",
     ),
     Rule(
-        "tp-divides-intermediate",
+        "tp-plan-needs-tp",
         "both",
         _STRATEGY_KEYS,
-        _divides("tp_size", "intermediate_size", "intermediate features"),
-        "the feed-forward layers are cut along their inner features",
-        "lower tp_size",
+        _plan_needs_tp,
+        "a plan says how layers are cut over the tensor-parallel ranks",
+        "leave tp_plan out, or tp_size: 2",
     ),
     Rule(
         "ep-divides-experts",

@@ -9,7 +9,6 @@ from typing import Any
 from shoal.config.facts import Facts
 from shoal.config.llm import LLMConfig
 from shoal.config.rules.base import Broken, Recipe, Rule, layout_of, size_key, sizes_of
-from shoal.config.schema import FSDP2Config
 from shoal.config.speech import SpeechConfig
 
 
@@ -62,7 +61,6 @@ _SPEECH = (
     Pending("trainer.strategy.distributed_config.mp_policy.output_dtype", "an output dtype", (None,)),
     Pending("trainer.gradient_clip_algorithm", "clipping by value", ("norm",)),
     Pending("trainer.precision", "the gradient scaler of fp16", _PRECISIONS),
-    Pending("trainer.strategy.distributed_config.tp_plan", "an own tensor-parallel plan", (None,)),
     Pending("trainer.strategy.moe_config", "expert parallelism", (None,)),
     Pending("trainer.strategy.activation_checkpointing_llm", _CHOSEN, _WHOLE_LAYERS),
     Pending("trainer.strategy.distributed_config.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
@@ -81,12 +79,10 @@ _LLM = (
     Pending("peft.use_dora", "weight-decomposed adapters", (False,)),
     Pending("peft.use_triton", "adapter kernels in Triton", (False,)),
     Pending("distributed.options.mp_policy.output_dtype", "an output dtype", (None,)),
-    Pending("distributed.options.tp_plan", "an own tensor-parallel plan", (None,)),
     Pending("distributed.pipeline.scale_grads_in_schedule", "scaling in the schedule", (False,)),
 )
 
 _AXES = (
-    ("tp_size", "axis-tp", "tensor parallelism"),
     ("pp_size", "axis-pp", "pipeline parallelism"),
     ("cp_size", "axis-cp", "context parallelism"),
     ("ep_size", "axis-ep", "expert parallelism"),
@@ -133,16 +129,6 @@ def _megatron(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken
         yield Broken(key, "megatron_fsdp", "fsdp2 or ddp: megatron_fsdp is not implemented yet")
 
 
-def _sequence_parallel(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken]:
-    if isinstance(config, SpeechConfig):
-        options: object = config.trainer.strategy.distributed_config
-        key = "trainer.strategy.distributed_config"
-    else:
-        options, key = config.distributed.options, "distributed"
-    if isinstance(options, FSDP2Config) and options.sequence_parallel:
-        yield Broken(f"{key}.sequence_parallel", True, "false: sequence parallelism is not implemented yet")
-
-
 _KEYS = ("trainer.strategy", "distributed")
 
 PENDING_RULES: tuple[Rule, ...] = (
@@ -154,15 +140,6 @@ PENDING_RULES: tuple[Rule, ...] = (
         _megatron,
         "the strategy arrives later",
         "strategy: fsdp2",
-        pending=True,
-    ),
-    Rule(
-        "sequence-parallel",
-        "both",
-        _KEYS,
-        _sequence_parallel,
-        "sequence parallelism arrives with tensor parallelism",
-        "sequence_parallel: false",
         pending=True,
     ),
     *(_key_rule(item, "speech") for item in _SPEECH),
