@@ -89,11 +89,11 @@ def run(kind: str, case: dict[str, Any]) -> dict[str, Any]:
     loss(states[-4:], weight[:64], labels[-4:] % 64).backward()
     states.grad = weight.grad = None
 
-    before, started = _status("VmRSS"), _cpu_seconds()
+    before, started = status("VmRSS"), cpu_seconds()
     Path("/proc/self/clear_refs").write_text("5")
     total = loss(states, weight, labels)
     total.backward()
-    seconds, peak = _cpu_seconds() - started, _status("VmHWM")
+    seconds, peak = cpu_seconds() - started, status("VmHWM")
     assert states.grad is not None and weight.grad is not None
     return {
         "bytes": peak - before,
@@ -106,12 +106,14 @@ def run(kind: str, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """User plus system seconds of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _status(key: str) -> int:
+def status(key: str) -> int:
+    """Bytes that the kernel reports for this process under a key of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024

@@ -229,7 +229,7 @@ def _of_every_rank(parts: Tensor, vocab: VocabShard | None) -> Tensor:
         return parts[None]
     size, (num_parts, num_tokens) = vocab.group.size(), parts.shape
     gathered = parts.new_empty(size * num_parts, num_tokens)
-    dist.all_gather_into_tensor(gathered, parts, group=vocab.group)
+    dist.all_gather_single(gathered, parts, group=vocab.group)
     return gathered.view(size, num_parts, num_tokens)
 
 

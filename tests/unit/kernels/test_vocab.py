@@ -232,7 +232,7 @@ class _Exchanges:
 
     def __enter__(self) -> _Exchanges:
         self.shapes: list[tuple[int, ...]] = []
-        self._gather, self._reduce = dist.all_gather_into_tensor, dist.all_reduce
+        self._gather, self._reduce = dist.all_gather_single, dist.all_reduce
 
         def gather(result: Tensor, tensor: Tensor, **options: Any) -> Any:
             self.shapes.append(tuple(tensor.shape))
@@ -242,11 +242,11 @@ class _Exchanges:
             self.shapes.append(tuple(tensor.shape))
             return self._reduce(tensor, **options)
 
-        dist.all_gather_into_tensor, dist.all_reduce = gather, reduce
+        dist.all_gather_single, dist.all_reduce = gather, reduce
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.all_gather_into_tensor, dist.all_reduce = self._gather, self._reduce
+        dist.all_gather_single, dist.all_reduce = self._gather, self._reduce
 
 
 def what_it_costs(rank: int, world: int) -> tuple[list[tuple[int, ...]], int, int]:
