@@ -9,7 +9,7 @@ transformers and not Shoal reads the export and the texts and has to find the sa
 
     python benchmarks/smollm2.py [--results FOLDER]
 
-Takes about twenty minutes on two cores. Writes smollm2.json and the table in docs/text-data.md.
+Takes about twenty minutes on two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.provenance import provenance  # noqa: E402 (needs the path above)
+from benchmarks.report import smollm2  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 CONFIG = "examples/llm/smollm2_135m.yaml"
@@ -36,8 +37,6 @@ MODEL, HELD_OUT = "data/smollm2/model", "data/smollm2/valid"
 LENGTH = 256
 NUM_RANKS = 2
 DIGITS = 4
-DOCUMENT = ROOT / "docs" / "text-data.md"
-BEGIN, END = "<!-- smollm2: begin -->\n", "<!-- smollm2: end -->"
 
 
 def shoal(*words: str) -> float:
@@ -131,30 +130,6 @@ def check(before: dict[str, Any], after: dict[str, Any], *references: dict[str, 
             raise SystemExit(f"transformers finds {reference} where shoal evaluate finds {after}")
 
 
-def table(result: dict[str, Any]) -> str:
-    """The figures for the documentation."""
-    before, after, history = result["before"], result["after"], result["history"]
-    theirs = result["transformers"]["export"]
-    tokens = sum(step["num_tokens"] for step in history)
-    return (
-        f"Measured by `python benchmarks/smollm2.py` at commit {result['commit'][:7]}: SmolLM2-135M-Instruct, "
-        f"{len(history)} steps\n"
-        f"({tokens:,} supervised tokens, {result['training_cpu_seconds']:.0f} CPU-seconds) on {NUM_RANKS} FSDP2 "
-        f"ranks, packed; the whole held-out set of {after['num_tokens']:,}\ntokens.\n\n"
-        "| | perplexity |\n| --- | --- |\n"
-        f"| `shoal evaluate`, before | {before['perplexity']:.4f} |\n"
-        f"| `shoal evaluate`, after | {after['perplexity']:.4f} |\n"
-        f"| `shoal export`, read by plain transformers | {theirs['perplexity']:.4f} |\n"
-    )
-
-
-def write_document(result: dict[str, Any]) -> None:
-    """Replaces the table between the marks of the documentation."""
-    head, rest = DOCUMENT.read_text().split(BEGIN)
-    _, tail = rest.split(END)
-    DOCUMENT.write_text(head + BEGIN + table(result) + END + tail)
-
-
 def _children_cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -175,9 +150,7 @@ def main() -> int:
         result = {**facts, "ranks": NUM_RANKS, **measure(Path(folder))}
     options.results.mkdir(exist_ok=True)
     (options.results / "smollm2.json").write_text(json.dumps(result, indent=2) + "\n")
-    if options.results == RESULTS:
-        write_document(result)
-    print(table(result))
+    print("\n".join(smollm2(result)))
     return 0
 
 

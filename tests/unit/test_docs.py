@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shoal.config import SpeechConfig, load_config
+from shoal.config import LLMConfig, SpeechConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -16,8 +16,9 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_readmes_example_loads() -> None:
-    (example,) = blocks(ROOT / "README.md", "yaml")
+def test_the_readmes_examples_load() -> None:
+    llm, example = blocks(ROOT / "README.md", "yaml")
+    assert isinstance(load_config(yaml.safe_load(llm), world_size=8), LLMConfig)
     (command,) = (
         line for text in blocks(ROOT / "README.md", "sh") for line in text.splitlines() if "run.yaml" in line
     )
