@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from shoal.config.schema import FSDP2Config, ParallelismSizes
-from tests.parity.harness import Layout, Record, assert_parity, reference, run_layout
+from tests.parity.harness import Case, Layout, Record, assert_parity, reference, run_layout
 from tests.parity.text import text_case
 from tests.zygote import RankRunner
 
@@ -52,6 +52,14 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 CASES = {
     **{family: text_case(family) for family in FAMILIES},
     **{f"{family}-lora": text_case(family, lora=LORA) for family in ("llama-odd", "phi3")},
+    "salm": Case(),
+    "salm-tied-frozen-encoder-lora": Case(
+        tied=True,
+        freeze=(r"^llm\..+", r"^perception\.encoder\..+"),
+        lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    ),
+    "salm-parakeet": Case(encoder="parakeet", optimizer="sgd"),
+    "salm-unsupervised": Case(num_micro_batches=4, unsupervised=(0, 1, 2, 3), max_norm=None),
 }
 TABLE = [
     *((family, "dp2-tp2-sp") for family in FAMILIES if not family.startswith("nemotron")),
@@ -59,6 +67,8 @@ TABLE = [
     *((family, "dp2-tp2") for family in ("nemotron-h", "nemotron-h-mlp")),
     *(("llama-odd", layout) for layout in LAYOUTS if layout != "dp2-tp2-sp"),
     *((family, "tp4") for family in ("gpt-oss", "phi3", "nemotron-h")),
+    *((case, "dp2-tp2-sp") for case in CASES if case.startswith("salm")),
+    *(("salm", layout) for layout in ("tp2", "tp4-sp", "hsdp2x2-tp2-sp")),
     *((f"{family}-lora", layout) for family in ("llama-odd", "phi3") for layout in ("dp2-tp2", "tp4-sp")),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 from shoal.kernels.packable import packable
+from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
 from shoal.models.dropout import DropoutState
+from shoal.parallel.tensor import TensorParallel
 from shoal.speech import splice
 from shoal.speech.batch_norm import unobserved
 from shoal.speech.perception import AudioPerception, is_frozen
@@ -50,6 +52,9 @@ class SALM(nn.Module):
 
     dropout_state: DropoutState | None = None
     """What dropout modules know about the tokens, set by assembly."""
+
+    tensor_parallel: TensorParallel | None = None
+    """How `llm` is cut over ranks, set by assembly."""
 
     def __init__(
         self, llm: PreTrainedModel, perception: AudioPerception, *, placeholder_id: int, packed: bool = False
@@ -214,8 +219,19 @@ class SALM(nn.Module):
         assert self._transforms is not None
         head: Any = self.llm.get_output_embeddings()  # type: ignore[no-untyped-call]
         return token_losses(
-            hidden, head.weight, labels, bias=head.bias, ignore_index=splice.IGNORE, **self._transforms
+            hidden,
+            head.weight,
+            labels,
+            bias=head.bias,
+            ignore_index=splice.IGNORE,
+            vocab=self._vocab,
+            **self._transforms,
         )
+
+    @property
+    def _vocab(self) -> VocabShard | None:
+        """The part of the vocabulary that logits are of; None when they are of all of it."""
+        return None if self.tensor_parallel is None else self.tensor_parallel.vocab
 
     def _full_losses(
         self, arguments: Mapping[str, Any], labels: Tensor, conversation: Tensor | None, num_rows: int
@@ -230,8 +246,12 @@ class SALM(nn.Module):
         if conversation is not None:
             conversation = conversation.view_as(labels)[:, columns].flatten()
         labels = labels[:, columns].flatten()
-        losses = F.cross_entropy(logits, labels, ignore_index=splice.IGNORE, reduction="none")
-        correct = ((logits.argmax(-1) == labels) & (labels != splice.IGNORE)).to(losses.dtype)
+        if self._vocab is None:
+            losses = F.cross_entropy(logits, labels, ignore_index=splice.IGNORE, reduction="none")
+            hits = (logits.argmax(-1) == labels) & (labels != splice.IGNORE)
+        else:
+            losses, hits = vocab_parallel_losses(logits, labels, self._vocab, ignore_index=splice.IGNORE)
+        correct = hits.to(losses.dtype)
         return _sums(losses, conversation, num_rows), _sums(correct, conversation, num_rows)
 
     @torch.no_grad()
@@ -241,7 +261,8 @@ class SALM(nn.Module):
         prompts = {**micro_batch, "loss_mask": torch.zeros_like(micro_batch["loss_mask"])}
         embeddings, layout = self._embed(prompts, "left")
         llm: Any = self.llm
-        with self._attention_over_padding():
+        whole = nullcontext() if self.tensor_parallel is None else self.tensor_parallel.gathering_logits()
+        with whole, self._attention_over_padding():
             tokens: Tensor = llm.generate(
                 inputs_embeds=embeddings,
                 attention_mask=layout.attention_mask.long(),
