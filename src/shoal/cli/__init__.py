@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a model from a YAML file",
     "evaluate": "answer a manifest with a trained model and measure the word error rate",
     "generate": "answer a manifest with a trained model",
+    "verify": "prove on this machine that the configured layout does not change the numbers",
     "export": "write a checkpoint's model as a Hugging Face folder",
 }
 

@@ -1,0 +1,106 @@
+"""The first module, in the order of the forward, that puts out something else on a layout than in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.verify.capture import Captured
+from shoal.verify.parity import RankRecord
+from shoal.verify.record import error_of, largest_entry
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a layout first differs.
+
+    Attributes:
+        module: Name of the module.
+        micro_batch: Number of the global micro-batch.
+        rank: The rank that saw it.
+        error: Relative error.
+    """
+
+    module: str
+    micro_batch: int
+    rank: int
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.module} (micro-batch {self.micro_batch}, rank {self.rank}, error {self.error:.1e})"
+
+
+def first_output(
+    ranks: Sequence[RankRecord], plain: Sequence[Captured], dp_size: int, tp_size: int, tolerance: float
+) -> Difference | None:
+    """The first module whose output differs, over all ranks and micro-batches of the first step; None without one."""
+    found: list[tuple[int, Difference]] = []
+    for rank, index, captured in _runs(ranks, len(plain), dp_size):
+        expected = plain[index].outputs
+        order = list(expected)
+        largest = largest_entry(expected)
+        for name in order:
+            pair = _comparable(captured.outputs, expected, name, ranks[rank].coordinate.tp, tp_size)
+            if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
+                found.append((order.index(name), Difference(name, index, rank, error)))
+                break
+    return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def last_gradient(
+    ranks: Sequence[RankRecord],
+    plain: Sequence[Captured],
+    layers: Sequence[str],
+    dp_size: int,
+    tp_size: int,
+    tolerance: float,
+) -> Difference | None:
+    """The first of `layers` in the order of the *backward* to whose output a wrong gradient comes back."""
+    found: list[tuple[int, Difference]] = []
+    for rank, index, captured in _runs(ranks, len(plain), dp_size):
+        expected = plain[index].gradients
+        largest = largest_entry(expected)
+        order = [name for name in reversed(list(plain[index].outputs)) if name in layers]
+        for name in order:
+            pair = _comparable(captured.gradients, expected, name, ranks[rank].coordinate.tp, tp_size)
+            if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
+                found.append((order.index(name), Difference(name, index, rank, error)))
+                break
+    return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def _runs(
+    ranks: Sequence[RankRecord], num_micro_batches: int, dp_size: int
+) -> list[tuple[int, int, Captured]]:
+    """(rank, number of the global micro-batch, what was captured) of every run but those of empty micro-batches."""
+    return [
+        (rank, index, captured)
+        for rank, record in enumerate(ranks)
+        for turn, captured in enumerate(record.captured)
+        if (index := turn * dp_size + record.coordinate.dp) < num_micro_batches
+    ]
+
+
+def _comparable(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, tp_rank: int, tp_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """A rank's tensor and the part of the whole one that it should be; None where that is not known.
+
+    Tokens (the second dim) are spread over the tensor-parallel ranks in equal runs, the last one padded. Tensors
+    cut along features are left out: families order the parts differently.
+    """
+    if name not in actual or name not in expected:
+        return None
+    mine, whole = actual[name], expected[name]
+    if mine.shape == whole.shape:
+        return mine, whole
+    rest = (mine.shape[0], *mine.shape[2:])
+    if mine.dim() < 3 or rest != (whole.shape[0], *whole.shape[2:]) or tp_size == 1:
+        return None
+    if mine.shape[1] != -(-whole.shape[1] // tp_size):
+        return None
+    start = tp_rank * mine.shape[1]
+    length = min(mine.shape[1], whole.shape[1] - start)
+    return (mine[:, :length], whole[:, start : start + length]) if length > 0 else None

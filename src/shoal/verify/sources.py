@@ -1,0 +1,82 @@
+"""Where the architecture of a model comes from: its configuration alone, without weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from transformers import AutoConfig, PreTrainedConfig
+
+from shoal.verify.shrink import Fields
+
+
+def read_architecture(
+    name: str | Mapping[str, Any],
+    key: str,
+    option: str,
+    *,
+    instead: str | None,
+    trust_remote_code: bool = False,
+) -> PreTrainedConfig:
+    """The configuration of a model.
+
+    Args:
+        name: A folder, a name on the hub (of which only config.json is fetched), or the fields themselves.
+        key: The key that holds `name`, for messages.
+        option: The option that names another source, for messages.
+        instead: What that option says: a folder with a config.json, or such a file; None when it was not given.
+        trust_remote_code: Run a configuration class that comes with the model.
+
+    Raises:
+        ValueError: There is no configuration to be had, with the repair.
+    """
+    if instead is not None:
+        folder = Path(instead).parent if Path(instead).is_file() else Path(instead)
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{option} = {instead!r}: a folder with a config.json, or that file; check the path"
+            )
+        return _from_folder(folder, trust_remote_code)
+    if isinstance(name, Mapping):
+        fields = {field: list(v) if isinstance(v, tuple) else v for field, v in name.items()}
+        config: PreTrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+        return config
+    if Path(name).is_dir():
+        return _from_folder(Path(name), trust_remote_code)
+    try:
+        return _from_folder(Path(hf_hub_download(name, "config.json")).parent, trust_remote_code)
+    except Exception as error:  # the hub client raises a dozen unrelated classes
+        raise ValueError(
+            f"{key} = {name!r}: neither a folder nor a hub model whose config.json can be fetched "
+            f"({type(error).__name__}); repair: {option} FOLDER, with the model's config.json in it (weights are "
+            "not needed)"
+        ) from error
+
+
+def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return config
+
+
+def write_folder(original: PreTrainedConfig, fields: Fields, source: object, target: Path) -> None:
+    """Writes a folder that holds the small configuration, and from `source` what goes with it.
+
+    Args:
+        original: Whose class the small configuration has.
+        fields: The small configuration.
+        source: The folder of the original, if it is one: its feature extractor settings and code are copied.
+        target: The folder to make.
+    """
+    target.mkdir(parents=True)
+    small = type(original).from_dict(fields)
+    small.save_pretrained(target)
+    written = json.loads((target / "config.json").read_text())
+    if "auto_map" in fields:
+        (target / "config.json").write_text(json.dumps(written | {"auto_map": fields["auto_map"]}))
+    if isinstance(source, str) and Path(source).is_dir():
+        for file in (*Path(source).glob("*.py"), *Path(source).glob("preprocessor_config.json")):
+            shutil.copy(file, target)
