@@ -1,4 +1,4 @@
-"""The benchmark of the loss compares what it says it compares, and writes what it measured."""
+"""The benchmarks of the losses compare what they say they compare, and write what they measured."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import loss
+from benchmarks import loss, vocab_loss
 
 
 @pytest.mark.slow
@@ -40,3 +40,20 @@ def test_refuses_to_compare_different_work() -> None:
     with pytest.raises(SystemExit, match="do not compute the same"):
         loss.refuse_different_work({"chunked": 0.1, "torch": 0.0}, "bfloat16")
     loss.refuse_different_work({"chunked": 0.01, "torch": 0.1}, "bfloat16")
+
+
+@pytest.mark.slow
+def test_measures_spread_losses_that_do_the_same_work(tmp_path: Path) -> None:
+    command = [sys.executable, vocab_loss.__file__, "--repetitions", "1", "--scale", "0.05"]
+    command += ["--only", "Llama", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads((tmp_path / "vocab_loss.json").read_text())
+    (case,) = result["cases"].values()
+    assert f"{case['memory_ratio']:.3f} (limit 0.25)" in done.stdout
+    assert f"{case['against_whole']:.3f} (limit 1.0)" in done.stdout
+    assert case["peak_megabytes_per_rank"].keys() == {"whole", "gathered", "unchunked", "parallel"}
+    assert case["largest_difference"].keys() == {"gathered", "unchunked", "parallel"}
+    assert max(case["largest_difference"].values()) < vocab_loss.TOLERANCE["float32"]
+    assert (
+        any("M(parallel) / M(gathered)" in line for line in result["formula"]) and len(result["commit"]) == 40
+    )
