@@ -18,6 +18,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-4": (4, {"strategy": "fsdp2"}),
     "hsdp-2x2": (4, {"strategy": "fsdp2", "dp_replicate_size": 2}),
     "ddp-2": (2, {"strategy": "ddp"}),
+    "tp2-sp": (4, {"strategy": "fsdp2", "tp_size": 2, "sequence_parallel": True}),
 }
 KINDS: dict[str, dict[str, Any]] = {"rows": {}, "packs": PACKED}
 

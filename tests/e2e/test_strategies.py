@@ -30,6 +30,27 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any] | None]] = {
         2,
         {"_target_": "nemo.core.ModelParallelStrategy", "data_parallel": 2, "tensor_parallel": 1},
     ),
+    "automodel-tp2-sp": (
+        4,
+        {
+            "_target_": AUTOMODEL,
+            "tp_size": 2,
+            "distributed_config": {"sequence_parallel": True},
+            "activation_checkpointing_llm": True,
+        },
+    ),
+    "nemo-tp2": (
+        2,
+        {"_target_": "nemo.core.ModelParallelStrategy", "data_parallel": 1, "tensor_parallel": 2},
+    ),
+    "lightning-dp2-tp2": (
+        4,
+        {
+            "_target_": "lightning.pytorch.strategies.ModelParallelStrategy",
+            "data_parallel_size": 2,
+            "tensor_parallel_size": 2,
+        },
+    ),
 }
 
 
