@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 # Further ones are only counted, so that a filter on a large corpus does not flood the log.
 _NAMED_PER_REASON = 10
 
+OPEN_PACKS = 16
+"""Packs that are filled at once, in each bucket; more leave less room in each and mix neighbours further apart."""
+
 
 class MicroBatchStream:
     """Composes the micro-batches of a data set, metadata only.
@@ -36,6 +39,8 @@ class MicroBatchStream:
         prompts: Measures text in tokens; only asked when the configuration counts tokens.
         shuffle: Overrides config.shuffle; validation passes False.
         key: Key path of the configuration, for messages.
+        packed: Conversations are packed instead of padded: `batch_tokens` bounds the sum of their tokens, and packs
+            are filled best-fit.
         report_skips: Whether this process names left-out examples in its log; one rank of a job is enough.
         allow_commands: True after the user said --allow-commands.
 
@@ -51,6 +56,7 @@ class MicroBatchStream:
         *,
         shuffle: bool,
         key: str = "data",
+        packed: bool = False,
         report_skips: bool = True,
         allow_commands: bool = False,
     ) -> None:
@@ -60,7 +66,9 @@ class MicroBatchStream:
         self._prompts = prompts
         self._shuffle = shuffle
         self._report_skips = report_skips
-        self._budget = _budget_of(config, key)
+        self._budget = _budget_of(config, key, packed)
+        # Without a limit in tokens a pack has no room to be filled best, and holds what a padded batch would.
+        self._num_open = OPEN_PACKS if packed and config.batch_tokens is not None else 1
         self._filters = Filters(
             config.min_duration, config.max_duration, config.min_tokens, config.max_tokens
         )
@@ -87,6 +95,7 @@ class MicroBatchStream:
             rng=rng,
             drop_last=config.drop_last,
             oversize_alone=config.oversize == "alone",
+            num_open=self._num_open,
         )
         return EpochStream(batches, skips.counts)
 
@@ -161,7 +170,7 @@ def _wants_buckets(config: DatasetConfig) -> bool:
     )
 
 
-def _budget_of(config: DatasetConfig, key: str) -> Budget:
+def _budget_of(config: DatasetConfig, key: str, packed: bool) -> Budget:
     if not config.measure_total_length:
         raise ValueError(
             f"{key}.measure_total_length: false is not supported, because a micro-batch is padded to its "
@@ -185,4 +194,5 @@ def _budget_of(config: DatasetConfig, key: str) -> Budget:
         batch_tokens=config.batch_tokens,
         quadratic_duration=config.quadratic_duration,
         quadratic_factor=config.quadratic_factor,
+        packed=packed,
     )

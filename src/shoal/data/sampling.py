@@ -1,6 +1,8 @@
 """Micro-batches from a stream of conversations: limits that count padding, filters, and buckets of like
 length.
 
+A limit in tokens counts padding too, unless conversations are packed, where it is the sum of their lengths.
+
 This reads metadata only and is the same on every rank. lhotse's samplers close a batch after the example that
 broke its limit, and count a batch by its examples' sum in places; here a limit is never exceeded, so the
 batcher is our own.
@@ -38,10 +40,12 @@ class Sized:
 
 @dataclass(frozen=True)
 class Shape:
-    """The padded size of a batch: rows times the longest row, for the text and for the audio."""
+    """What the size of a batch follows from: rows and the longest row, of the text and of the audio, and sums."""
 
     examples: int = 0
     longest_tokens: int = 0
+    tokens: int = 0
+    squared_tokens: int = 0
     audio_rows: int = 0
     longest_audio: float = 0.0
 
@@ -50,6 +54,8 @@ class Shape:
         return Shape(
             self.examples + 1,
             max(self.longest_tokens, item.tokens),
+            self.tokens + item.tokens,
+            self.squared_tokens + item.tokens**2,
             self.audio_rows + item.audio_rows,
             max(self.longest_audio, item.longest_audio),
         )
@@ -60,7 +66,8 @@ class Budget:
     """Limits of one micro-batch; None is no limit.
 
     Audio costs rows x (longest + longest^2 / quadratic_duration) seconds, tokens cost examples x (longest +
-    longest^2 / quadratic_factor). The quadratic term, where set, charges long rows for attention.
+    longest^2 / quadratic_factor). The quadratic term, where set, charges long rows for attention. `packed`
+    conversations cost the sum of their tokens, each with its quadratic term; the audio is padded all the same.
     """
 
     batch_size: int | None = None
@@ -68,6 +75,7 @@ class Budget:
     batch_tokens: int | None = None
     quadratic_duration: float | None = None
     quadratic_factor: float | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size is None and self.batch_duration is None and self.batch_tokens is None:
@@ -76,15 +84,24 @@ class Budget:
             )
 
     def allows(self, shape: Shape) -> bool:
-        """Returns whether a batch of this padded shape is within every limit."""
-        return (
-            (self.batch_size is None or shape.examples <= self.batch_size)
-            and (self.batch_duration is None or self._seconds(shape) <= self.batch_duration * (1 + 1e-9))
-            and (self.batch_tokens is None or self._tokens(shape) <= self.batch_tokens)
-        )
+        """Returns whether a batch of this shape is within every limit."""
+        return self.filled(shape) <= 1.0
+
+    def filled(self, shape: Shape) -> float:
+        """Returns which share of the nearest limit a batch of this shape takes; above 1 it breaks it."""
+        shares = [0.0]
+        if self.batch_size is not None:
+            shares.append(shape.examples / self.batch_size)
+        if self.batch_duration is not None:  # durations are sums of rounded numbers
+            shares.append(self._seconds(shape) / (self.batch_duration * (1 + 1e-9)))
+        if self.batch_tokens is not None:
+            shares.append(self._tokens(shape) / self.batch_tokens)
+        return max(shares)
 
     def full(self, shape: Shape) -> bool:
-        """Returns whether not even an example of no length could be added."""
+        """Returns whether not even an example of one token and no audio could be added."""
+        if self.packed and self.batch_tokens is not None and self._tokens(shape) >= self.batch_tokens:
+            return True
         return self.batch_size is not None and shape.examples >= self.batch_size
 
     def _seconds(self, shape: Shape) -> float:
@@ -92,7 +109,10 @@ class Budget:
         return shape.audio_rows * (shape.longest_audio + penalty)
 
     def _tokens(self, shape: Shape) -> float:
-        penalty = shape.longest_tokens**2 / self.quadratic_factor if self.quadratic_factor else 0.0
+        factor = self.quadratic_factor
+        if self.packed:
+            return shape.tokens + (shape.squared_tokens / factor if factor else 0.0)
+        penalty = shape.longest_tokens**2 / factor if factor else 0.0
         return shape.examples * (shape.longest_tokens + penalty)
 
 
@@ -211,10 +231,12 @@ def compose(
     rng: random.Random | None,
     drop_last: bool,
     oversize_alone: bool,
+    num_open: int = 1,
 ) -> Iterator[tuple[Conversation, ...]]:
     """Groups examples into micro-batches, none above its budget.
 
-    Each bucket fills one open batch in the order of arrival and closes it when the next example does not fit.
+    Each bucket fills its open batches in the order of arrival: an example goes to the one that it fills most (best
+    fit, the oldest on ties). When it fits none and `num_open` are open, the fullest is closed.
     With `rng`, closed batches wait in a pool until they hold more than ``buckets.buffer_size`` examples, and
     are taken from it at random: that mixes short and long batches. Without, they come as they close.
 
@@ -226,45 +248,82 @@ def compose(
         drop_last: Leaves out batches that the end of the data left unfinished.
         oversize_alone: An example above its whole budget is a batch of its own; else it is left out and
             counted.
+        num_open: Batches that each bucket holds open; 1 closes a batch when the next example does not fit.
     """
-    return pooled(
-        _closed(items, buckets, skips=skips, drop_last=drop_last, oversize_alone=oversize_alone),
-        buckets.buffer_size,
-        rng,
+    closed = _closed(
+        items,
+        buckets,
+        skips=skips,
+        drop_last=drop_last,
+        oversize_alone=oversize_alone,
+        num_open=num_open,
     )
+    return pooled(closed, buckets.buffer_size, rng)
+
+
+@dataclass(eq=False)
+class _Open:
+    """A batch that may still grow."""
+
+    conversations: list[Conversation]
+    shape: Shape
 
 
 def _closed(
-    items: Iterable[Sized], buckets: Buckets, *, skips: SkipLog, drop_last: bool, oversize_alone: bool
+    items: Iterable[Sized],
+    buckets: Buckets,
+    *,
+    skips: SkipLog,
+    drop_last: bool,
+    oversize_alone: bool,
+    num_open: int,
 ) -> Iterator[tuple[Conversation, ...]]:
     """Yields batches in the order in which they close."""
-    opened: list[list[Conversation]] = [[] for _ in buckets.budgets]
-    shapes = [Shape() for _ in buckets.budgets]
+    opened: list[list[_Open]] = [[] for _ in buckets.budgets]
     for item in items:
         index = bisect_left(buckets.bounds, item.length)
-        budget = buckets.budgets[index]
+        budget, batches = buckets.budgets[index], opened[index]
         if budget is None:
             skips.skip("longer_than_last_bucket", item.conversation)
-            continue
-        if not budget.allows(Shape().plus(item)):
-            if oversize_alone:
-                yield (item.conversation,)
-            else:
-                skips.skip("above_batch_budget", item.conversation)
-            continue
-        if not budget.allows(shapes[index].plus(item)):
-            yield tuple(opened[index])
-            opened[index], shapes[index] = [], Shape()
-        opened[index].append(item.conversation)
-        shapes[index] = shapes[index].plus(item)
-        if budget.full(shapes[index]):
-            yield tuple(opened[index])
-            opened[index], shapes[index] = [], Shape()
-    for batch in opened:
-        for conversation in batch if drop_last else ():
-            skips.skip("drop_last", conversation)
-        if batch and not drop_last:
-            yield tuple(batch)
+        elif budget.allows(Shape().plus(item)):
+            yield from _placed(item, batches, budget, num_open)
+        elif oversize_alone:
+            yield (item.conversation,)
+        else:
+            skips.skip("above_batch_budget", item.conversation)
+    for budget, batches in zip(buckets.budgets, opened, strict=True):
+        while batches and budget is not None:
+            batch = _take_fullest(batches, budget)
+            for conversation in batch if drop_last else ():
+                skips.skip("drop_last", conversation)
+            if not drop_last:
+                yield batch
+
+
+def _placed(
+    item: Sized, batches: list[_Open], budget: Budget, num_open: int
+) -> Iterator[tuple[Conversation, ...]]:
+    """Puts an item into one of the open batches; yields batches that this closes."""
+    grown = [(budget.filled(batch.shape.plus(item)), batch) for batch in batches]
+    fitting = [(filled, batch) for filled, batch in grown if filled <= 1.0]
+    if fitting:
+        _, chosen = max(fitting, key=lambda pair: pair[0])
+    else:
+        if len(batches) == num_open:
+            yield _take_fullest(batches, budget)
+        chosen = _Open([], Shape())
+        batches.append(chosen)
+    chosen.conversations.append(item.conversation)
+    chosen.shape = chosen.shape.plus(item)
+    if budget.full(chosen.shape):
+        batches.remove(chosen)
+        yield tuple(chosen.conversations)
+
+
+def _take_fullest(batches: list[_Open], budget: Budget) -> tuple[Conversation, ...]:
+    fullest = max(batches, key=lambda batch: budget.filled(batch.shape))
+    batches.remove(fullest)
+    return tuple(fullest.conversations)
 
 
 def pooled(

@@ -90,6 +90,7 @@ def build_train_loader(
     seed: int | None = None,
     position: StreamPosition = START,
     steps_per_epoch: int | None = None,
+    packed: bool = False,
     allow_commands: bool = False,
 ) -> StepLoader:
     """Builds the training loader of one data-parallel rank.
@@ -103,6 +104,7 @@ def build_train_loader(
         seed: The run's seed; None takes config.seed.
         position: Where to start; with ``shard_seed: trng`` its order_seed is the entropy that one rank drew.
         steps_per_epoch: Steps of one iteration of the loader; None iterates to the end of the data epoch.
+        packed: The model packs the conversations of a micro-batch, so that its tokens are counted without padding.
         allow_commands: True after the user said --allow-commands.
 
     Returns:
@@ -117,6 +119,7 @@ def build_train_loader(
         prompts,
         shuffle=config.shuffle,
         key="data.train_ds",
+        packed=packed,
         report_skips=dp_rank == 0,
         allow_commands=allow_commands,
     )
@@ -140,6 +143,7 @@ def build_validation_loaders(
     dp_size: int,
     key: str = "data.validation_ds",
     prompt_only: bool = False,
+    packed: bool = False,
     allow_commands: bool = False,
 ) -> dict[str, ValidationLoader]:
     """Builds one loader for each named set, in the order of their names on every rank.
@@ -155,6 +159,7 @@ def build_validation_loaders(
         dp_size: Number of data-parallel coordinates.
         key: Key path of `config`, for messages.
         prompt_only: Leaves the final assistant turn out of the token ids, for generation.
+        packed: As for `build_train_loader`.
         allow_commands: True after the user said --allow-commands.
 
     Raises:
@@ -168,6 +173,7 @@ def build_validation_loaders(
             prompts,
             shuffle=False,
             key=path,
+            packed=packed,
             report_skips=dp_rank == 0,
             allow_commands=allow_commands,
         )

@@ -1,15 +1,22 @@
-"""LightningDataModules: loaders that know where the run stands in its data."""
+"""LightningDataModules: loaders that know where the run stands in its data.
+
+Where tensor, context or pipeline parallelism is on, the first rank of each data-parallel coordinate loads, and its
+peers get every batch from it; see `shoal.data.broadcast`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from shoal.config.speech import DataConfig
+from shoal.data.batch import StepBatch
+from shoal.data.broadcast import broadcast_loader
 from shoal.data.conversation import PromptEncoder
 from shoal.data.position import StreamPosition
 from shoal.data.seeds import draw_entropy
@@ -22,6 +29,7 @@ from shoal.data.stream import (
 )
 from shoal.parallel.model import ParallelModel
 from shoal.train.modules import ShoalModule
+from shoal.train.strategy import distributed_setup
 
 
 class StreamData(pl.LightningDataModule, ABC):
@@ -39,26 +47,49 @@ class StreamData(pl.LightningDataModule, ABC):
     def train_loader(
         self, model: ParallelModel, global_micro_batches: int, position: StreamPosition
     ) -> StepLoader:
-        """Returns the training loader of this rank, from a position on."""
+        """Returns the training loader of this rank's data-parallel coordinate, from a position on.
+
+        Called on the ranks that load: the first of each coordinate.
+        """
+
+    @abstractmethod
+    def validation_names(self) -> tuple[str, ...]:
+        """Returns the names of the validation sets in the order of their loaders, on every rank."""
 
     @abstractmethod
     def validation_loaders(self, model: ParallelModel) -> Mapping[str, ValidationLoader]:
-        """Returns the validation loaders of this rank by name, in the same order on every rank."""
+        """Returns the validation loaders of this rank's data-parallel coordinate by name.
+
+        Called on the ranks that load: the first of each coordinate.
+        """
 
     def start_position(self, position: StreamPosition) -> StreamPosition:
         """Returns where training starts, given what the module knows."""
         return position
 
     @override
-    def train_dataloader(self) -> StepLoader:
+    def train_dataloader(self) -> Iterable[StepBatch]:
         module = self._module()
-        module.stream_position = self.start_position(module.stream_position)
+        position = module.stream_position = self.start_position(module.stream_position)
         model = module.parallel
-        return self.train_loader(model, self.global_micro_batches or model.dp_size, module.stream_position)
+        window = self.global_micro_batches or model.dp_size
+        return self._shared(lambda: self.train_loader(model, window, position), "training data")
 
     @override
-    def val_dataloader(self) -> list[ValidationLoader]:
-        return list(self.validation_loaders(self._module().parallel).values())
+    def val_dataloader(self) -> list[Iterable[StepBatch]]:
+        model = self._module().parallel
+        loaders = cache(lambda: self.validation_loaders(model))
+
+        def one(name: str) -> Iterable[StepBatch]:
+            return self._shared(lambda: loaders()[name], f"validation data {name}")
+
+        return [one(name) for name in self.validation_names()]
+
+    def _shared(self, build: Callable[[], Iterable[StepBatch]], name: str) -> Iterable[StepBatch]:
+        """The loader that `build` gives, shared by the peers of a data-parallel coordinate. Collective."""
+        assert self.trainer is not None
+        setup = distributed_setup(self.trainer.strategy)
+        return broadcast_loader(build, None if setup is None else setup.mesh_context, name=name)
 
     def _module(self) -> ShoalModule:
         assert self.trainer is not None
@@ -76,6 +107,7 @@ class SpeechData(StreamData):
         prompts: Encodes conversations.
         global_micro_batches: Micro-batches of one optimizer step over all ranks; None means one per rank.
         steps_per_epoch: Optimizer steps of one Lightning epoch; None goes to the end of the data epoch.
+        packed: The model packs the conversations of a micro-batch, `model.packed_sequences`.
         allow_commands: The user said --allow-commands.
     """
 
@@ -86,12 +118,14 @@ class SpeechData(StreamData):
         *,
         global_micro_batches: int | None = None,
         steps_per_epoch: int | None = None,
+        packed: bool = False,
         allow_commands: bool = False,
     ) -> None:
         super().__init__(global_micro_batches)
         self.config = config
         self.prompts = prompts
         self.steps_per_epoch = steps_per_epoch
+        self.packed = packed
         self.allow_commands = allow_commands
 
     @override
@@ -106,8 +140,13 @@ class SpeechData(StreamData):
             global_micro_batches=global_micro_batches,
             position=position,
             steps_per_epoch=self.steps_per_epoch,
+            packed=self.packed,
             allow_commands=self.allow_commands,
         )
+
+    @override
+    def validation_names(self) -> tuple[str, ...]:
+        return validation_set_names(self.config)
 
     @override
     def validation_loaders(self, model: ParallelModel) -> Mapping[str, ValidationLoader]:
@@ -118,6 +157,7 @@ class SpeechData(StreamData):
             self.prompts,
             dp_rank=model.dp_rank,
             dp_size=model.dp_size,
+            packed=self.packed,
             allow_commands=self.allow_commands,
         )
 

@@ -13,7 +13,7 @@ from shoal.train.modules import ShoalModule
 
 
 class StepHistory(pl.Callback):
-    """Appends one JSON line per optimizer step: step, loss, gradient norm, accuracy and counts.
+    """Appends one JSON line per optimizer step: step, loss, gradient norm, accuracy, padding and counts.
 
     Loggers round to fp32; these lines hold what the training step computed. Rank 0 writes; the numbers are global
     sums over global counts, the same on every rank.
@@ -41,6 +41,7 @@ class StepHistory(pl.Callback):
             "loss": result.loss,
             "grad_norm": result.gradient_norm,
             "accuracy": result.accuracy,
+            "padding_share": result.padding_share,
             "num_tokens": result.header.num_tokens,
             "num_samples": result.header.num_samples,
             "audio_seconds": result.header.audio_seconds,

@@ -64,6 +64,10 @@ class TextData(StreamData):
         )
 
     @override
+    def validation_names(self) -> tuple[str, ...]:
+        return tuple(self.validation)
+
+    @override
     def validation_loaders(self, model: ParallelModel) -> Mapping[str, ValidationLoader]:
         return {
             name: text_validation_loader(

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,7 +31,7 @@ from shoal.parallel.model import ParallelModel
 from shoal.train.layout import layout_table
 from shoal.train.optim import build_optimizer, build_scheduler
 from shoal.train.precision import ShoalPrecision
-from shoal.train.step import StepResult, agree_on_step, to_device, train_step
+from shoal.train.step import StepHeader, StepResult, agree_on_step, to_device, train_step
 from shoal.train.strategy import agreed_checkpointing, distributed_setup, leave_model_to_module
 from shoal.train.weights import load_weights
 
@@ -157,9 +158,7 @@ class ShoalModule(pl.LightningModule):
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         model, step = self.parallel, self.global_step
         stop = any(getattr(callback, "stop_requested", bool)() for callback in self._callbacks())
-        header = agree_on_step(
-            batch, model.group, model.device, sample_rate=self.sample_rate or 1, stop_requested=stop
-        )
+        header = self._agreed(batch, stop_requested=stop)
         if header.num_tokens == 0:
             log.warning("step %d has no supervised token on any rank: its loss and gradients are 0", step)
         result = train_step(
@@ -186,7 +185,7 @@ class ShoalModule(pl.LightningModule):
     @override
     def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         model = self.parallel
-        agree_on_step(batch, model.group, model.device, sample_rate=self.sample_rate or 1)
+        self._agreed(batch)
         for micro_batch in batch.micro_batches:
             out = model.forward(to_device(micro_batch, model.device))
             sums = torch.stack(
@@ -247,6 +246,18 @@ class ShoalModule(pl.LightningModule):
             self.log_dict({name: value for name, value in values.items() if name != "loss"}, batch_size=1)
 
     # -------------------------------------------------------------------------------------------- helpers
+
+    def _agreed(self, batch: StepBatch, *, stop_requested: bool = False) -> StepHeader:
+        """The header of a step, agreed on by every rank of the job."""
+        model = self.parallel
+        return agree_on_step(
+            batch,
+            model.group,
+            model.device,
+            sample_rate=self.sample_rate or 1,
+            stop_requested=stop_requested,
+            everyone=None if model.group is None else dist.group.WORLD,
+        )
 
     def _callbacks(self) -> list[Any]:
         return list(getattr(self.trainer, "callbacks", ()))

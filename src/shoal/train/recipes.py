@@ -87,6 +87,7 @@ def run_training(
         prompts,
         global_micro_batches=planning.global_micro_batches,
         steps_per_epoch=planning.steps_per_epoch,
+        packed=config.model.packed_sequences,
         allow_commands=allow_commands,
     )
     experiment = setup_experiment(config, world.size)

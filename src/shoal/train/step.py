@@ -124,23 +124,46 @@ def agree_on_step(
     *,
     sample_rate: int = 16000,
     stop_requested: bool = False,
+    everyone: ProcessGroup | None = None,
 ) -> StepHeader:
     """The header every step starts with: one all-reduce tells all ranks what the others have.
 
+    Args:
+        batch: This rank's step.
+        group: The data-parallel group, whose ranks have different micro-batches; None on one process.
+        device: Where the group communicates from.
+        sample_rate: Of the audio.
+        stop_requested: This rank wants the run to stop after the step.
+        everyone: All ranks of the job, where tensor, context or pipeline peers share a batch; None when `group`
+            has them all.
+
     Raises:
-        RuntimeError: Some rank's data failed; raised on every rank, with the origin's message, before anything
-            else is communicated, so that nobody waits for a rank that has stopped.
+        RuntimeError: Some rank's data failed, or peers do not have the same batch; raised on every rank, with the
+            origin's message, before anything else is communicated, so that nobody waits for a rank that has stopped.
     """
+    num_peers = 1 if group is None or everyone is None else everyone.size() // group.size()
+    asked = everyone if num_peers > 1 else group
     local = [_count(micro_batch) for micro_batch in batch.micro_batches]
     counts = [sum(column) for column in zip(*local, strict=True)]
     flags = [float(batch.error is not None), float(stop_requested)]
     vector = torch.tensor([*counts, *flags], dtype=torch.float64, device=device)
-    *totals, num_errors, num_stops = all_reduce_sum(vector, group).tolist()
+    *totals, num_errors, num_stops = all_reduce_sum(vector, asked).tolist()
     if num_errors:
-        errors = [error for error in all_gather_objects(batch.error, group) if error is not None]
+        errors = [error for error in all_gather_objects(batch.error, asked) if error is not None]
         raise RuntimeError("data of this step failed:\n" + "\n".join(dict.fromkeys(errors)))
-    tokens, samples, audio, audio_real = (int(total) for total in totals)
+    tokens, samples, audio, audio_real = (_once(total, num_peers) for total in totals)
     return StepHeader(tokens, samples, audio_real / sample_rate, audio, audio_real, bool(num_stops))
+
+
+def _once(total: float, num_peers: int) -> int:
+    """What the data-parallel ranks have, from a sum in which each of their peers counted it too."""
+    once, rest = divmod(int(total), num_peers)
+    if rest:
+        raise RuntimeError(
+            f"{num_peers} peers of a data-parallel coordinate must have the same batch, and their counts add up to "
+            f"{int(total)}; repair: load through shoal.data.broadcast.broadcast_loader"
+        )
+    return once
 
 
 def _positions(micro_batch: MicroBatch, out: Mapping[str, Tensor]) -> tuple[float, float]:

@@ -50,13 +50,19 @@ def load_trained(path: str | Path) -> tuple[SALM, PromptFormatter, SpeechConfig]
 def _without_training(file: Path) -> dict[str, Any]:
     """The saved configuration as far as it describes the model and its data, on one CPU.
 
-    How the run was trained (devices, precision, optimizers of the user's own modules, loggers) says nothing about this
-    process; its rules must not refuse it here. Nothing of the data is opened either.
+    How the run was trained (devices, precision, packing, optimizers of the user's own modules, loggers) says nothing
+    about this process; its rules must not refuse it here. Nothing of the data is opened either.
     """
     saved = yaml.safe_load(file.read_text())
     if "data" not in saved:
         raise ValueError(f"{str(file)!r}: not the configuration of a speech run")
-    training = {"optimizer": {"_target_": "torch.optim.AdamW"}, "lr_scheduler": None, "torch_dtype": None}
+    training: dict[str, Any] = {
+        "optimizer": {"_target_": "torch.optim.AdamW"},
+        "lr_scheduler": None,
+        "torch_dtype": None,
+    }
+    if saved["model"].get("packed_sequences"):  # with an attention that perhaps runs only where the run did
+        training |= {"packed_sequences": False, "automodel_backend": {}}
     trainer = {"accelerator": "cpu", "devices": 1, "max_steps": 1}
     return {"model": {**saved["model"], **training}, "trainer": trainer, "data": saved["data"]}
 

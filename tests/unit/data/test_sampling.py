@@ -17,12 +17,20 @@ def item(number, seconds=1.0, rows=1, tokens=1, length=None):
     return Sized(Conversation(str(number), ()), seconds, rows, tokens, seconds if length is None else length)
 
 
-def run(items, buckets, *, rng=None, drop_last=False, oversize_alone=False):
+def run(items, buckets, *, rng=None, drop_last=False, oversize_alone=False, num_open=1):
     """Returns the batches as lists of items, and what was skipped by reason."""
     by_id = {one.conversation.id: one for one in items}
     skipped: list[tuple[str, str]] = []
     log = SkipLog(lambda reason, name: skipped.append((reason, name)))
-    batches = compose(items, buckets, skips=log, rng=rng, drop_last=drop_last, oversize_alone=oversize_alone)
+    batches = compose(
+        items,
+        buckets,
+        skips=log,
+        rng=rng,
+        drop_last=drop_last,
+        oversize_alone=oversize_alone,
+        num_open=num_open,
+    )
     return [[by_id[conversation.id] for conversation in batch] for batch in batches], skipped
 
 
@@ -182,3 +190,61 @@ def test_filters_have_edges_inside():
     assert reason(seconds=1.1, max_duration=1.0) == "max_duration"
     assert reason(tokens=4, min_tokens=5) == "min_tokens"
     assert reason(tokens=6, max_tokens=5) == "max_tokens"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=60),
+    size=st.sampled_from([None, 4]),
+    num_open=st.sampled_from([1, 2, 16]),
+    bounds=st.sampled_from([(), (20.0,)]),
+    alone=st.booleans(),
+)
+def test_packs_stay_within_their_tokens_and_lose_nothing(lengths, size, num_open, bounds, alone):
+    items = [item(number, tokens=length, length=float(length)) for number, length in enumerate(lengths)]
+    budget = Budget(size, batch_tokens=50, packed=True)
+    buckets = Buckets(bounds, (budget,) * (len(bounds) + 1), 0)
+    packs, skipped = run(items, buckets, oversize_alone=alone, num_open=num_open)
+    for pack in packs:
+        assert size is None or len(pack) <= size
+        assert sum(one.tokens for one in pack) <= 50 or (alone and len(pack) == 1)
+        assert len({sum(one.length > bound for bound in bounds) for one in pack}) == 1
+    seen = [one.conversation.id for pack in packs for one in pack] + [name for _, name in skipped]
+    assert Counter(seen) == Counter(one.conversation.id for one in items)
+    assert {reason for reason, _ in skipped} <= {"above_batch_budget"}
+
+
+def lengths_of(packs):
+    return [[one.tokens for one in pack] for pack in packs]
+
+
+def test_packs_are_filled_best_fit():
+    items = [item(number, tokens=length) for number, length in enumerate([6, 5, 4, 3, 2, 7])]
+    buckets = Buckets.single(Budget(batch_tokens=10, packed=True))
+    packs, _ = run(items, buckets, num_open=8)
+    assert lengths_of(packs) == [[6, 4], [5, 3, 2], [7]]  # 3 would leave less room with 7, which comes later
+    packs, _ = run(items, buckets, num_open=1)
+    assert lengths_of(packs) == [[6], [5, 4], [3, 2], [7]]
+    padded, _ = run(items, Buckets.single(Budget(batch_tokens=10)))
+    assert lengths_of(padded) == [[6], [5, 4], [3, 2], [7]]
+
+
+def test_the_fullest_pack_is_closed_when_nothing_fits():
+    items = [item(number, tokens=length) for number, length in enumerate([6, 7, 8, 4])]
+    packs, _ = run(items, Buckets.single(Budget(batch_tokens=10, packed=True)), num_open=2)
+    assert lengths_of(packs) == [[7], [6, 4], [8]]  # 7 was the fuller one when 8 came
+
+
+def test_packed_tokens_carry_their_own_quadratic_terms():
+    items = [item(number, tokens=10) for number in range(4)]
+    budget = Budget(batch_tokens=40, quadratic_factor=10.0, packed=True)
+    packs, _ = run(items, Buckets.single(budget), num_open=4)
+    assert lengths_of(packs) == [[10, 10], [10, 10]]
+
+
+def test_drop_last_leaves_out_packs_that_were_not_full():
+    items = [item(number, tokens=length) for number, length in enumerate([6, 7, 4, 2])]
+    buckets = Buckets.single(Budget(batch_tokens=10, packed=True))
+    packs, skipped = run(items, buckets, num_open=4, drop_last=True)
+    assert lengths_of(packs) == [[6, 4]]
+    assert sorted(skipped) == [("drop_last", "1"), ("drop_last", "3")]
