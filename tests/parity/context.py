@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.config.schema import ContextMethod
 from shoal.kernels.attention import varlen_attention
 from shoal.kernels.packed import AttentionSpec
-from shoal.parallel.context.attention import AttentionContext, Method, context_attention
+from shoal.parallel.context.attention import AttentionContext, context_attention
 from shoal.parallel.context.split import DualChunks, local_index
 
 HUGE = 1e6
@@ -82,7 +83,7 @@ def in_one_process(problem: Problem) -> dict[str, Tensor]:
     return {"out": out.detach(), **{n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}}
 
 
-def on_a_rank(rank: int, world: int, problem: Problem, method: Method) -> dict[str, Any]:
+def on_a_rank(rank: int, world: int, problem: Problem, method: ContextMethod) -> dict[str, Any]:
     """This rank's output and gradients; `index` and `is_real` say which tokens they belong to.
 
     Padding is filled with huge values, which must not be seen, and its gradients have to be 0.

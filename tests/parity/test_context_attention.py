@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.attention import Method
+from shoal.config.schema import ContextMethod
 from tests.parity.context import Problem, assert_close, in_one_process, joined, on_a_rank
 from tests.zygote import RankRunner
 
-METHODS: tuple[Method, ...] = ("ring", "allgather", "ulysses")
+METHODS: tuple[ContextMethod, ...] = ("ring", "allgather", "ulysses")
 PROBLEMS = {
     "plain": Problem(),
     "issue": Problem(lengths=(7, 3, 1)),  # padded to 8, 4, 4 on two ranks
@@ -48,7 +48,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("name", "method", "world"), TABLE)
 def test_ranks_compute_what_one_process_computes(
-    ranks: RankRunner, name: str, method: Method, world: int
+    ranks: RankRunner, name: str, method: ContextMethod, world: int
 ) -> None:
     problem = PROBLEMS[name]
     results = ranks(on_a_rank, world, problem, method)
@@ -60,7 +60,7 @@ BIDIRECTIONAL = [Problem(causal=False), Problem(causal=False, window=4)]
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("problem", BIDIRECTIONAL)
-def test_attention_without_a_direction(ranks: RankRunner, problem: Problem, method: Method) -> None:
+def test_attention_without_a_direction(ranks: RankRunner, problem: Problem, method: ContextMethod) -> None:
     results = ranks(on_a_rank, 2, problem, method)
     assert_close(joined(results, problem), in_one_process(problem), 1e-12)
 
@@ -71,14 +71,14 @@ def test_chunked_attention_by_heads(ranks: RankRunner) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_half_precision_stays_close(ranks: RankRunner, method: Method) -> None:
+def test_half_precision_stays_close(ranks: RankRunner, method: ContextMethod) -> None:
     problem = Problem(dtype=torch.bfloat16)
     exact = in_one_process(Problem())
     actual = {name: x.double() for name, x in joined(ranks(on_a_rank, 2, problem, method), problem).items()}
     assert_close(actual, exact, 3e-2)
 
 
-def message_of(rank: int, world: int, problem: Problem, method: Method) -> str:
+def message_of(rank: int, world: int, problem: Problem, method: ContextMethod) -> str:
     try:
         on_a_rank(rank, world, problem, method)
     except ValueError as error:
@@ -96,7 +96,7 @@ def message_of(rank: int, world: int, problem: Problem, method: Method) -> str:
     ],
 )
 def test_what_a_method_cannot_do_is_refused_on_every_rank(
-    ranks: RankRunner, problem: Problem, method: Method, words: tuple[str, ...]
+    ranks: RankRunner, problem: Problem, method: ContextMethod, words: tuple[str, ...]
 ) -> None:
     for message in ranks(message_of, 2, problem, method):
         assert all(word in message for word in words), message

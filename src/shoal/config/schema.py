@@ -13,6 +13,7 @@ from shoal.config.values import PositiveInt
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 CheckpointingMode = bool | Literal["full", "selective"]
+ContextMethod = Literal["ring", "allgather", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class FSDP2Config:
 
     mp_policy None means "from trainer.precision" (speech) or the default policy (LLM).
     reshard_after_forward None means automatic: True, or False under pipeline parallelism.
+    cp_method says how attention reaches the tokens of other ranks; it needs cp_size > 1.
     """
 
     sequence_parallel: bool = False
@@ -67,6 +69,7 @@ class FSDP2Config:
     activation_checkpointing: CheckpointingMode = False
     defer_fsdp_grad_sync: bool = True
     reshard_after_forward: bool | None = None
+    cp_method: ContextMethod = "ring"
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class DistEnvConfig:
 __all__ = [
     "STRATEGY_OPTIONS",
     "CheckpointingMode",
+    "ContextMethod",
     "DDPConfig",
     "DistEnvConfig",
     "DistributedConfig",

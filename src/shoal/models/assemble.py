@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -31,6 +32,7 @@ from shoal.models.lora import ADAPTER_PATTERN, add_lora
 from shoal.models.meta import cast_stored, parameters_on_meta, replace_parameters
 from shoal.parallel.activation_checkpointing import ContextFn, checkpoint_activations
 from shoal.parallel.compile import compile_layers
+from shoal.parallel.context.share import attach_context_parallel
 from shoal.parallel.ddp import autocasting, replicate_in_place, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
 from shoal.parallel.model import ParallelModel, no_gradient_sync, single_process
@@ -105,7 +107,7 @@ def assemble(
     if isinstance(strategy, DDPConfig):
         return wrap_ddp(module, group, device, strategy, numerics.autocast)
     assert isinstance(module, FSDPModule) and isinstance(strategy, FSDP2Config)
-    return fsdp2_model(module, group, device, strategy, _tensor_parallel(module))
+    return fsdp2_model(module, group, device, strategy, _tensor_parallel(module), _loss_group(setup))
 
 
 def assemble_in_place(
@@ -160,6 +162,8 @@ def _build(plan: ModelPlan, numerics: Numerics, setup: DistributedSetup | None) 
     context_fn = _place_dropout(module, plan, setup)
     if setup is not None and setup.mesh_context.tp_size > 1:
         _cut(module, plan, setup)
+    if setup is not None and setup.mesh_context.cp_size > 1:
+        _share_tokens(module, plan, setup)
     if plan.checkpoint_llm:
         checkpoint_activations(llm, context_fn)
     if plan.checkpoint_perception and plan.perception is not None:
@@ -200,6 +204,19 @@ def _cut(module: nn.Module, plan: ModelPlan, setup: DistributedSetup) -> None:
     # Nobody stands between a bare language model and its caller, who expects whole logits.
     state.full_logits = plan.llm == ""
     module.tensor_parallel = state  # type: ignore[assignment]
+
+
+def _share_tokens(module: nn.Module, plan: ModelPlan, setup: DistributedSetup) -> None:
+    """Lets the context-parallel ranks share the tokens of every micro-batch."""
+    mesh, strategy = setup.mesh_context, setup.strategy_config
+    assert isinstance(strategy, FSDP2Config)  # rules refuse the axis for every other strategy
+    llm = _submodule(module, plan.llm)
+    attach_context_parallel(module, llm, mesh.group(MeshAxisName.CP), strategy.cp_method, mesh.tp_size)
+
+
+def _loss_group(setup: DistributedSetup) -> ProcessGroup | None:
+    """Ranks that see different tokens, where those are more than the data-parallel ones."""
+    return setup.mesh_context.group(MeshAxisName.DP_CP) if setup.mesh_context.cp_size > 1 else None
 
 
 def _tensor_parallel(module: nn.Module) -> TensorParallel | None:

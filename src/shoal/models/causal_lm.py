@@ -15,6 +15,7 @@ from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
 from shoal.models.dropout import DropoutState, tokens_of
+from shoal.parallel.context.share import ContextParallel, Share
 from shoal.parallel.tensor import TensorParallel
 
 IGNORE = -100
@@ -40,6 +41,9 @@ class CausalLM(nn.Module):
 
     tensor_parallel: TensorParallel | None = None
     """How `llm` is cut over ranks, set by assembly."""
+
+    context_parallel: ContextParallel | None = None
+    """How ranks share the tokens of a micro-batch, set by assembly."""
 
     dropout_state: DropoutState | None = None
     """What dropout modules know about the tokens, set by assembly."""
@@ -76,11 +80,18 @@ class CausalLM(nn.Module):
         Returns:
             `loss_sum` (with gradient), `num_tokens` and `num_correct` over the supervised tokens, scalars in
             float32 (float64 for a float64 model); without a supervised token all are 0 and so is every gradient.
+            Under context parallelism they are over this rank's tokens.
         """
+        share = None if self.context_parallel is None else self.context_parallel.share(micro_batch)
         if self.dropout_state is not None and self.training:
-            self.dropout_state.publish_text(*tokens_of(micro_batch))
+            samples, positions = tokens_of(micro_batch)
+            if share is not None:
+                samples, positions = share.tokens(samples), share.tokens(positions)
+            self.dropout_state.publish_text(samples, positions)
         labels = shifted_labels(micro_batch["input_ids"], micro_batch["loss_mask"])
-        arguments = self._inputs(micro_batch)
+        if share is not None:  # after the shift: the next token may lie on another rank
+            labels = share.labels(labels, IGNORE)
+        arguments = self._inputs(micro_batch) if share is None else _shared_inputs(micro_batch, share)
         if self._chunked:
             loss_sum, num_correct = self._chunked_losses(arguments, labels)
         else:
@@ -155,3 +166,17 @@ def shifted_labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
     """
     following = input_ids.masked_fill(~loss_mask, IGNORE)[:, 1:]
     return F.pad(following, (0, 1), value=IGNORE)
+
+
+def _shared_inputs(micro_batch: Mapping[str, Any], share: Share) -> dict[str, Any]:
+    """What the model gets of this rank's tokens; their positions are those in the whole documents."""
+    ids = micro_batch["input_ids"]
+    positions = micro_batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return {
+        "input_ids": share.tokens(ids),
+        "position_ids": share.tokens(positions),
+        "use_cache": False,
+        "context": share.attention,
+    }

@@ -64,8 +64,9 @@ def fsdp2_model(
     device: torch.device,
     config: FSDP2Config,
     tensor_parallel: TensorParallel | None = None,
+    loss_group: ProcessGroup | None = None,
 ) -> ParallelModel:
-    """The interface of a sharded module to the training step."""
+    """The interface of a sharded module to the training step; see `ParallelModel` for the groups."""
 
     def gradient_sync(last: bool) -> AbstractContextManager[None]:
         return _synchronised(module, last or not config.defer_fsdp_grad_sync, last)
@@ -74,7 +75,7 @@ def fsdp2_model(
     sync: GradientSync = gradient_sync
     if tensor_parallel is not None:
         sync = followed_by(sync, tensor_parallel.sum_partial_gradients)
-    return ParallelModel(module, module, sync, group, device)
+    return ParallelModel(module, module, sync, group, device, loss_group)
 
 
 def _reshard_without_backward(module: nn.Module, inputs: object, output: object) -> None:

@@ -51,8 +51,10 @@ class ParallelModel:
         gradient_sync: ``with gradient_sync(last): ...backward()``; gradients are summed over the data-parallel
             ranks when `last` is true, and kept local until then (or reduced right away when the strategy does
             not defer).
-        group: The data-parallel group, over which token counts and losses are summed; None on one process.
+        group: The data-parallel group, over which tokens are counted; None on one process.
         device: Where micro-batches are moved to.
+        loss_group: The ranks over which losses are summed: with context parallelism also those that share the tokens
+            of a micro-batch. `group` when not given.
     """
 
     module: nn.Module
@@ -60,6 +62,11 @@ class ParallelModel:
     gradient_sync: GradientSync
     group: ProcessGroup | None
     device: torch.device
+    loss_group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_group is None:
+            object.__setattr__(self, "loss_group", self.group)
 
     @property
     def dp_size(self) -> int:

@@ -94,7 +94,7 @@ def refuse_unimplemented(setup: DistributedSetup) -> None:
         Finding(
             "axis-not-implemented", f"parallelism_sizes.{axis}_size", size, "1 for now", f"{axis}_size: 1"
         )
-        for axis, size in (("cp", sizes.cp), ("pp", sizes.pp), ("ep", sizes.ep))
+        for axis, size in (("pp", sizes.pp), ("ep", sizes.ep))
         if size > 1
     ]
     if setup.activation_checkpointing == "selective":

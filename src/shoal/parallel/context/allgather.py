@@ -36,7 +36,7 @@ def allgather_attention(
     # Together, which halves the number of messages; their widths may differ.
     joined = gather(torch.cat([k, v], -1), group)
     keys = joined.index_select(0, gathered_places(layout, q.device))
-    k, v = keys.split([k.shape[2], v.shape[2]], -1)
+    k, v = keys[..., : k.shape[2]], keys[..., k.shape[2] :]
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     for half in (0, 1):
         # A chunk is the end of the prefix of its document that it can see.

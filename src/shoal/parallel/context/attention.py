@@ -7,13 +7,14 @@ in backward gets what it had in forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface
 
+from shoal.config.schema import ContextMethod
 from shoal.kernels.attention import Backend
 from shoal.kernels.attention_hf import chunk_size, refuse_what_is_not_computed
 from shoal.kernels.packed import AttentionSpec
@@ -24,8 +25,6 @@ from shoal.parallel.context.ulysses import ulysses_attention
 
 CONTEXT_ATTENTION = "shoal-cp"
 """The name that models with context parallelism get for their attention."""
-
-Method = Literal["ring", "allgather", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class AttentionContext:
 
     layout: DualChunks
     group: ProcessGroup
-    method: Method
+    method: ContextMethod
     backend: Backend
 
 
@@ -139,7 +138,6 @@ def _attend(
 __all__ = [
     "CONTEXT_ATTENTION",
     "AttentionContext",
-    "Method",
     "context_attention",
     "register_context_attention",
 ]

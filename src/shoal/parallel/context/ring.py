@@ -164,8 +164,8 @@ class _Ring(torch.autograd.Function):
         for step, calls in enumerate(passes):
             rotation = Rotation(visiting, group) if step < len(passes) - 1 else None
             for call in calls:
-                inputs = (take(q, call.queries), *(take(x, call.keys) for x in visiting))
-                part = attend(*inputs, call.part, replace(spec, causal=call.causal), backend)
+                query, key, value = take(q, call.queries), *(take(x, call.keys) for x in visiting)
+                part = attend(query, key, value, call.part, replace(spec, causal=call.causal), backend)
                 merged = merge(take(out, call.queries), take(lse, call.queries), *part)
                 for whole, values in zip((out, lse), merged, strict=True):
                     put(whole, call.queries, values)
@@ -188,12 +188,8 @@ class _Ring(torch.autograd.Function):
             rotation = Rotation(visiting, group) if step < len(passes) - 1 else None
             grads = [torch.zeros_like(x, dtype=lse.dtype) for x in visiting]
             for call in calls:
-                queries = [None if x is None else take(x, call.queries) for x in (grad_out, grad_lse, q)]
-                keys = [take(x, call.keys) for x in visiting]
-                whole = [take(x, call.queries) for x in (out, lse)]
-                part = gradients(
-                    *queries, *keys, *whole, call.part, replace(spec, causal=call.causal), backend
-                )
+                asked = replace(spec, causal=call.causal)
+                part = gradients(*_seen(call, (grad_out, grad_lse, q), visiting, (out, lse)), asked, backend)
                 add(grad_q, call.queries, part[0])
                 for grad, values in zip(grads, part[1:], strict=True):
                     add(grad, call.keys, values)
@@ -204,6 +200,26 @@ class _Ring(torch.autograd.Function):
         assert home is not None
         grad_k, grad_v = home.wait()
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+
+
+def _seen(
+    call: Pass,
+    queries: tuple[Tensor, Tensor | None, Tensor],
+    keys: list[Tensor],
+    whole: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Part]:
+    """What `gradients` gets of the tokens that take part in a call."""
+    grad_out, grad_lse, q = queries
+    return (
+        take(grad_out, call.queries),
+        None if grad_lse is None else take(grad_lse, call.queries),
+        take(q, call.queries),
+        take(keys[0], call.keys),
+        take(keys[1], call.keys),
+        take(whole[0], call.queries),
+        take(whole[1], call.queries),
+        call.part,
+    )
 
 
 def score_counts(layout: DualChunks, causal: bool = True, window: int | None = None) -> list[int]:

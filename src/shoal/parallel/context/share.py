@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from shoal.config.schema import ContextMethod
 from shoal.kernels.attention import Backend
 from shoal.kernels.packable import packable
 from shoal.kernels.packed import borders
@@ -18,7 +19,6 @@ from shoal.mesh.exchange import refuse_disagreement
 from shoal.parallel.context.attention import (
     CONTEXT_ATTENTION,
     AttentionContext,
-    Method,
     register_context_attention,
 )
 from shoal.parallel.context.split import DualChunks, local_index
@@ -67,7 +67,7 @@ class ContextParallel:
     """
 
     group: ProcessGroup
-    method: Method
+    method: ContextMethod
     backend: Backend = "auto"
 
     def share(self, micro_batch: Mapping[str, Any]) -> Share:
@@ -93,13 +93,16 @@ class ContextParallel:
         return Share(index, is_real, AttentionContext(layout, self.group, self.method, self.backend))
 
 
-def make_context_parallel(llm: PreTrainedModel, group: ProcessGroup, method: Method) -> ContextParallel:
-    """Switches a language model to context-parallel attention, on any device and before sharding.
+def make_context_parallel(
+    llm: PreTrainedModel, group: ProcessGroup, method: ContextMethod, tp_size: int = 1
+) -> ContextParallel:
+    """Switches a language model to context-parallel attention, on any device and before sharding over data.
 
     Args:
         llm: Its configuration is changed: attention is `CONTEXT_ATTENTION`.
         group: The ranks that share tokens.
         method: How queries and keys meet.
+        tp_size: Ranks that the heads of attention are cut over.
 
     Raises:
         ValueError: The model mixes tokens in ways that are not split, has attention dropout or an attention that
@@ -116,14 +119,14 @@ def make_context_parallel(llm: PreTrainedModel, group: ProcessGroup, method: Met
     except ValueError as error:
         raise ValueError(f"cp_size = {group.size()}: {error}, and cp_size: 1") from None
     if method == "ulysses":
-        refuse_indivisible_heads(llm.config.get_text_config().num_attention_heads, group.size())
+        refuse_indivisible_heads(llm.config.get_text_config().num_attention_heads // tp_size, group.size())
     register_context_attention()
     llm.set_attn_implementation(CONTEXT_ATTENTION)
     return ContextParallel(group, method, _BACKENDS[attention])
 
 
 def attach_context_parallel(
-    module: nn.Module, llm: PreTrainedModel, group: ProcessGroup, method: Method
+    module: nn.Module, llm: PreTrainedModel, group: ProcessGroup, method: ContextMethod, tp_size: int = 1
 ) -> None:
     """Gives a trainable module the attribute `context_parallel`, by which its forward splits micro-batches.
 
@@ -135,7 +138,7 @@ def attach_context_parallel(
             f"cp_size = {group.size()}: {type(module).__name__} does not split its micro-batches over ranks; "
             "repair: cp_size: 1"
         )
-    module.context_parallel = make_context_parallel(llm, group, method)
+    module.context_parallel = make_context_parallel(llm, group, method, tp_size)  # type: ignore[assignment]
 
 
 def _documents(micro_batch: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

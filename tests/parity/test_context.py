@@ -1,0 +1,79 @@
+"""Law 1 for context parallelism: packs and rows under every layout, against rows in one plain process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from shoal.config.schema import ContextMethod, FSDP2Config, ParallelismSizes
+from tests.parity.harness import Layout, Record, assert_parity, reference, replace, run_layout
+from tests.parity.packed_text import build_packed, draw_rows, packed_case, rows_of
+from tests.zygote import RankRunner
+
+METHODS: tuple[ContextMethod, ...] = ("ring", "allgather", "ulysses")
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def _layouts(method: ContextMethod) -> list[Layout]:
+    options = FSDP2Config(cp_method=method)
+    sp = replace(options, sequence_parallel=True)
+    eager = replace(options, defer_fsdp_grad_sync=False)
+    cp2, cp4 = ParallelismSizes(cp_size=2), ParallelismSizes(cp_size=4)
+    tp2 = ParallelismSizes(cp_size=2, tp_size=2)
+    hsdp = ParallelismSizes(cp_size=2, dp_replicate_size=2)
+    return [
+        Layout(f"{method}-cp2", 2, sizes=cp2, fsdp2=options),
+        Layout(f"{method}-cp2-checkpointing", 2, sizes=cp2, fsdp2=options, checkpoint_llm=True),
+        Layout(f"{method}-cp4", 4, sizes=cp4, fsdp2=options),
+        Layout(f"{method}-dp2-cp2", 4, sizes=cp2, fsdp2=options, checkpoint_llm=True),
+        Layout(f"{method}-dp2-cp2-no-defer", 4, sizes=cp2, fsdp2=eager),
+        Layout(f"{method}-hsdp2x2-cp2", 8, sizes=hsdp, fsdp2=options),
+        Layout(f"{method}-cp2-tp2", 4, sizes=tp2, fsdp2=options),
+        Layout(f"{method}-cp2-tp2-sp", 4, sizes=tp2, fsdp2=sp),
+        Layout(f"{method}-dp2-cp2-tp2-sp", 8, sizes=tp2, fsdp2=sp, checkpoint_llm=True),
+    ]
+
+
+LAYOUTS = {layout.name: layout for method in METHODS for layout in _layouts(method)}
+FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "gpt-oss", "qwen3-moe", "smollm3")
+PACKS = {
+    **{family: packed_case(family) for family in FAMILIES},
+    **{f"{family}-lora": packed_case(family, lora=LORA) for family in ("llama", "gemma3")},
+    "llama-unsupervised": packed_case("llama", 4, unsupervised=(0, 1, 2)),
+    "llama-nothing": packed_case("llama", 2, unsupervised=(0, 1), max_norm=None),
+}
+CASES = {**PACKS, **{f"{name}-rows": replace(case, draw=draw_rows) for name, case in PACKS.items()}}
+"""Five micro-batches: two or three on each of two ranks, one of them empty."""
+
+TABLE = [
+    # Every layout with one family, packed and in rows.
+    *(("llama", layout) for layout in LAYOUTS),
+    *(("llama-rows", f"{method}-{layout}") for method in METHODS for layout in ("cp2", "cp4", "dp2-cp2")),
+    # Every family at its richest layouts.
+    *((family, f"{method}-dp2-cp2") for family in FAMILIES[1:] for method in METHODS),
+    *((f"{family}-rows", "ring-cp2") for family in FAMILIES[1:]),
+    *((family, "ring-cp4") for family in ("gemma3", "mistral", "gpt-oss")),
+    *(
+        (family, f"{method}-cp2-tp2-sp")
+        for family in ("gemma3", "gpt-oss")
+        for method in ("ring", "allgather")
+    ),
+    ("qwen3", "ulysses-cp2-tp2-sp"),
+    *((f"{family}-lora", f"{method}-dp2-cp2") for family in ("llama", "gemma3") for method in METHODS),
+    ("llama-lora", "ring-cp2-tp2-sp"),
+    *((name, f"{method}-dp2-cp2") for name in ("llama-unsupervised", "llama-nothing") for method in METHODS),
+]
+
+
+@functools.cache
+def expected(case: str) -> Record:
+    return reference(rows_of(CASES[case]))
+
+
+@pytest.mark.parametrize(("case", "layout"), TABLE)
+def test_layout_never_changes_the_numbers(ranks: RankRunner, case: str, layout: str) -> None:
+    row, chosen = LAYOUTS[layout], CASES[case]
+    assert chosen.build is build_packed
+    actual = ranks(run_layout, row.world, chosen, row)[0]
+    assert_parity(actual, expected(case), chosen)
