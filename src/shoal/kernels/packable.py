@@ -19,6 +19,9 @@ PACKABLE = frozenset(
 )
 """Values of `config.model_type`. The tests compare loss and every gradient for each of them, in float64."""
 
+HYBRIDS = frozenset({"bamba", "mamba2", "nemotron_h"})
+"""The same, once their Mamba-2 layers have our scan; see `shoal.models.mamba`."""
+
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -37,9 +40,10 @@ def packable(model: PreTrainedModel) -> None:
     """
     model_type = model.config.model_type
     mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    mixing = [name for name in mixing if not _separated(model.get_submodule(name.rpartition(".")[0]))]
     if mixing:
         reason = f"{mixing[0]} is a convolution over tokens, which mixes neighbouring documents"
-    elif model_type not in PACKABLE:
+    elif model_type not in PACKABLE | HYBRIDS:
         reason = "its family has not been compared packed with unpacked"
         if not model._supports_attention_backend:
             reason = "it does not take its attention from transformers' attention interface"
@@ -52,3 +56,8 @@ def packable(model: PreTrainedModel) -> None:
                 )
         return
     raise ValueError(f"model type {model_type} cannot be packed: {reason}; switch packing off")
+
+
+def _separated(layer: nn.Module) -> bool:
+    """Whether a layer that mixes tokens has been given a forward that keeps documents apart."""
+    return getattr(layer, "separates_documents", False)

@@ -28,6 +28,7 @@ from shoal.models.assemble import ModelPlan, Numerics, assemble_in_place
 from shoal.models.gguf import converted_gguf
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
+from shoal.models.mamba import substitute_mamba
 from shoal.parallel.managers import device_of, gradient_sync, remember
 from shoal.parallel.setup import DistributedSetup
 
@@ -186,12 +187,13 @@ def _model(
         register_attention()
 
     def build() -> nn.Module:
-        model: nn.Module = TransformersModel.from_config(  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = TransformersModel.from_config(  # type: ignore[no-untyped-call]
             config,
             dtype=stored,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+        substitute_mamba(model)
         return model
 
     plan = ModelPlan(

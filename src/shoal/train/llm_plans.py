@@ -19,6 +19,7 @@ from shoal.models.assemble import ModelPlan
 from shoal.models.causal_lm import CausalLM
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
+from shoal.models.mamba import substitute_mamba
 
 BYTES = "bytes"
 _ATTENTION = {"auto": "auto", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
@@ -55,6 +56,7 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
             attn_implementation=attention,
             trust_remote_code=model.trust_remote_code,
         )
+        substitute_mamba(llm)
         if config.packed_sequence.packed_sequence_size:
             packable(llm)
         return CausalLM(llm, loss=loss.kind, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)

@@ -16,6 +16,7 @@ from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
 from shoal.models.assemble import ModelPlan
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
+from shoal.models.mamba import substitute_mamba
 from shoal.speech.encoders import encoder_spec
 from shoal.speech.perception import AudioPerception
 from shoal.speech.prompts import PromptFormatter
@@ -93,6 +94,7 @@ def _build_llm(config: SalmConfig, folder: Path) -> PreTrainedModel:
         attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
+    substitute_mamba(llm)
     return llm
 
 

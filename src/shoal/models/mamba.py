@@ -1,0 +1,162 @@
+"""Mamba-2 layers of transformers with our convolution and scan, which keep packed documents apart.
+
+transformers' own path in torch cannot tell documents apart: it refuses `seq_idx`, and given only the borders that
+attention reads it lets the state of one document run into the next. Only `forward` is replaced, layer by layer (a
+replaced class would miss NemotronH, which looks its layers up in a table); parameters keep their names and modules
+their classes. With a cache, to generate, the layer's own forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shoal.kernels.packed import accumulation_dtype
+from shoal.kernels.ssd import causal_convolution, document_ids, state_space_scan
+
+_MIXERS = frozenset({"Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"})
+"""Classes of transformers that compute the same from the same attributes."""
+
+
+def substitute_mamba(llm: PreTrainedModel) -> int:
+    """Gives every Mamba-2 layer below `llm` our convolution and scan, in place; returns their number.
+
+    Borders of documents are read from `cu_seq_lens_q` [N+1] (one row of documents, as for attention), or from
+    `position_ids` [R, T] that begin with 0 in every document; without either, each row is one document.
+
+    Args:
+        llm: A causal language model of transformers, on any device and before or after sharding.
+    """
+    mixers = [module for module in llm.modules() if type(module).__name__ in _MIXERS]
+    for mixer in mixers:
+        mixer.forward = MethodType(_forward, mixer)
+        mixer.separates_documents = True  # type: ignore[assignment]
+    if mixers:
+        _Borders().watch(llm)
+    return len(mixers)
+
+
+class _Borders:
+    """Hands the numbers of documents down to the layers of a model, whatever its own forwards pass on.
+
+    They travel as an argument of every layer's forward, so that a layer that is recomputed in backward gets them too.
+    """
+
+    def __init__(self) -> None:
+        self._given: Mapping[str, Any] = {}
+
+    def watch(self, llm: PreTrainedModel) -> None:
+        backbone = llm.base_model
+        if backbone is not llm:  # Mamba2ForCausalLM keeps its keyword arguments from its backbone
+            llm.register_forward_pre_hook(self._remember, with_kwargs=True)
+            llm.register_forward_hook(self._forget, always_call=True)
+        backbone.register_forward_pre_hook(self._hand_down, with_kwargs=True)
+
+    def _remember(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = kwargs
+
+    def _forget(self, *_: Any) -> None:
+        self._given = {}
+
+    def _hand_down(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**self._given, **kwargs}
+        documents = _documents(given, args)
+        if documents is None:
+            return None
+        return args, {**kwargs, "cu_seq_lens_q": given.get("cu_seq_lens_q"), "document_ids": documents}
+
+
+def _documents(given: Mapping[str, Any], args: tuple[Any, ...]) -> Tensor | None:
+    """Numbers of documents [R, T], or None for rows of one document."""
+    borders, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    if borders is not None:
+        tokens = next(
+            tensor
+            for tensor in (*args[:1], given.get("input_ids"), given.get("inputs_embeds"))
+            if tensor is not None
+        )
+        if tokens.shape[0] != 1:
+            raise ValueError(
+                f"cu_seq_lens_q with {tokens.shape[0]} rows: a Mamba-2 model takes one; pack all documents into one row"
+            )
+        return document_ids(borders, tokens.shape[1])
+    if positions is None or positions.dim() != 2:
+        return None
+    documents: Tensor = (positions == 0).cumsum(1).int()
+    return documents
+
+
+def _forward(
+    mixer: Any,
+    hidden_states: Tensor,
+    cache: Any = None,
+    attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """In place of the forward of a Mamba-2 layer: hidden states [R, T, H] to [R, T, H].
+
+    Args:
+        mixer: The layer.
+        hidden_states: [R, T, H].
+        cache: When given, the layer's own forward runs.
+        attention_mask: [R, T], 0 on padding, whose hidden states count as 0; None leaves right padding to itself.
+        document_ids: [R, T] int, see `shoal.kernels.ssd`.
+
+    Raises:
+        ValueError: A cache together with packed documents.
+    """
+    if cache is not None:
+        if others.get("cu_seq_lens_q") is not None:
+            raise ValueError(f"{type(mixer).__name__}: packed documents with a cache; give use_cache=False")
+        output: Tensor = type(mixer).forward(
+            mixer, hidden_states, cache=cache, attention_mask=attention_mask, **others
+        )
+        return output
+    projected = mixer.in_proj(_without_padding(hidden_states, attention_mask))
+    z, xbc, dt = torch.split(projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], -1)
+    if document_ids is not None:
+        document_ids = document_ids.expand(len(hidden_states), -1)
+    y = _mixed_tokens(mixer, xbc, dt, document_ids, attention_mask)
+    output = mixer.out_proj(mixer.norm(y, z).to(hidden_states.dtype))
+    return output
+
+
+# Documents are found in tensors and chunks by loops, which a compiled graph would unroll; the rest is compiled around.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mixed_tokens(
+    mixer: Any, xbc: Tensor, dt: Tensor, documents: Tensor | None, attention_mask: Tensor | None
+) -> Tensor:
+    """Convolution and scan: xbc [R, T, conv_dim] and dt [R, T, heads] to y [R, T, heads * width], in float32."""
+    silu = mixer.activation in ("silu", "swish")
+    weight = mixer.conv1d.weight[:, 0]
+    xbc = causal_convolution(xbc, weight, mixer.conv1d.bias, silu=silu, documents=documents)
+    xbc = _without_padding(xbc if silu else mixer.act(xbc), attention_mask)
+    of_groups = mixer.n_groups * mixer.ssm_state_size
+    x, b, c = torch.split(xbc, [mixer.intermediate_size, of_groups, of_groups], -1)
+    groups = (*xbc.shape[:2], mixer.n_groups, mixer.ssm_state_size)
+    dtype = accumulation_dtype(mixer.A_log.dtype)
+    y = state_space_scan(
+        x.view(*dt.shape, mixer.head_dim),
+        dt,
+        -mixer.A_log.to(dtype).exp(),
+        b.view(groups),
+        c.view(groups),
+        d=mixer.D,
+        dt_bias=mixer.dt_bias,
+        dt_softplus=True,
+        dt_limit=tuple(mixer.time_step_limit),
+        documents=documents,
+    )
+    return y.flatten(2)
+
+
+def _without_padding(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    return x if attention_mask is None else (x * attention_mask[:, :, None]).to(x.dtype)
