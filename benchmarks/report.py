@@ -59,6 +59,19 @@ def loss(result: dict[str, Any]) -> Iterable[str]:
         yield f"| {name} | {case['memory_ratio']:.3f} | {case['time_ratio']:.2f} | {difference:.1e} |"
 
 
+def vocab_loss(result: dict[str, Any]) -> Iterable[str]:
+    """Cross-entropy of a head spread over ranks."""
+    gathered, whole = result["memory_limit"], result["whole_limit"]
+    yield (
+        f"| loss of a spread head | peak of a rank over gathered logits, limit {gathered} | over one process, limit "
+        f"{whole} | CPU seconds of all ranks, over one process | gradients differ by |"
+    )
+    yield "| --- | --- | --- | --- | --- |"
+    for name, case in result["cases"].items():
+        ratios = f"{case['memory_ratio']:.3f} | {case['against_whole']:.3f} | {case['work_ratio']:.2f}"
+        yield f"| {name} | {ratios} | {case['largest_difference']['parallel']:.1e} |"
+
+
 def checkpoint(result: dict[str, Any]) -> Iterable[str]:
     """Saving and exporting."""
     meanings = {
@@ -94,6 +107,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "peers": ("Beside accelerate and Lightning", peers),
     "loading": ("Loading", loading),
     "loss": ("The loss of large vocabularies", loss),
+    "vocab_loss": ("The loss of a head spread over ranks", vocab_loss),
     "checkpoint": ("Checkpoints and exports", checkpoint),
 }
 """By the name of script and result: a title, and what makes the section's table."""
