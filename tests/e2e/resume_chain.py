@@ -26,7 +26,7 @@ STEPS, SEGMENT = 9, 3
 class Layout:
     """How a segment is spread: a strategy, a number of ranks, and what wraps the layers."""
 
-    strategy: Literal["one", "ddp", "fsdp2", "hsdp"]
+    strategy: Literal["one", "ddp", "fsdp2", "hsdp", "tp2-sp"]
     ranks: int
     checkpointing: bool = False
     compiled: bool = False
@@ -73,6 +73,12 @@ CHAINS: dict[str, tuple[Recipe, tuple[Layout, Layout, Layout]]] = {
         (Layout("fsdp2", 2, True, True), Layout("ddp", 2), Layout("hsdp", 4, compiled=True)),
     ),
     "LLM, one to fsdp2 to one": ("llm", (ONE, Layout("fsdp2", 4), ONE)),
+    "speech, fsdp2 to tp to one": ("speech", (Layout("fsdp2", 2), Layout("tp2-sp", 4), ONE)),
+    "LLM, tp to fsdp2 to tp": (
+        "llm",
+        (Layout("tp2-sp", 2), Layout("fsdp2", 4), Layout("tp2-sp", 4, checkpointing=True)),
+    ),
+    "LoRA, tp to ddp to tp": ("llm-lora", (Layout("tp2-sp", 4), Layout("ddp", 2), Layout("tp2-sp", 2))),
     "LoRA, fsdp2 to ddp to hsdp": ("llm-lora", (Layout("fsdp2", 2), Layout("ddp", 2), Layout("hsdp", 4))),
     "LoRA, dp 4 to 2 to 4": ("llm-lora", (Layout("fsdp2", 4), Layout("fsdp2", 2), Layout("fsdp2", 4))),
 }
@@ -90,6 +96,8 @@ def _speech_run(recipe: Recipe, root: Path, name: str, layout: Layout, max_steps
         "activation_checkpointing_llm": layout.checkpointing,
         "activation_checkpointing_perception": layout.checkpointing,
     }
+    if layout.strategy == "tp2-sp":
+        automodel |= {"tp_size": 2, "distributed_config": {"sequence_parallel": True}}
     strategy = {} if layout.strategy in ("one", "ddp") else {"strategy": automodel}
     run = tiny_run.configuration(
         root,
@@ -115,6 +123,8 @@ def _llm_run(recipe: Recipe, root: Path, name: str, layout: Layout, max_steps: i
     distributed: dict[str, Any] = {"strategy": "ddp" if layout.strategy in ("one", "ddp") else "fsdp2"}
     if layout.strategy == "hsdp":
         distributed["dp_replicate_size"] = 2
+    if layout.strategy == "tp2-sp":
+        distributed |= {"tp_size": 2, "sequence_parallel": True}
     if layout.checkpointing:
         distributed["activation_checkpointing"] = True
     sections: dict[str, Any] = {
@@ -150,7 +160,7 @@ def train_segment(rank: int, world: int, run: dict[str, Any]) -> Segment:
         (optimizer,) = module.trainer.optimizers
         seen.rates.append([(float(g["lr"]), float(g["weight_decay"])) for g in optimizer.param_groups])
         own = [sample for one in batch.micro_batches if not one["is_empty"] for sample in one["sample_ids"]]
-        seen.samples.append(sorted(_gathered(own)))
+        seen.samples.append(sorted(_gathered(own, module.parallel.group)))
         result = honest(module, batch, batch_idx)
         assert module.last_result is not None
         seen.losses.append(module.last_result.loss)
@@ -167,11 +177,12 @@ def train_segment(rank: int, world: int, run: dict[str, Any]) -> Segment:
     return dataclasses.replace(seen, end=digest(modules[0]))
 
 
-def _gathered(own: list[str]) -> list[str]:
-    if not dist.is_initialized():
+def _gathered(own: list[str], group: dist.ProcessGroup | None) -> list[str]:
+    """The samples of all data-parallel ranks; tensor-parallel peers have the same."""
+    if group is None:
         return own
-    parts: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    parts: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(parts, own, group=group)
     return [sample for part in parts for sample in part]
 
 

@@ -18,6 +18,9 @@ COVERING = (
     "LLM, fsdp2 to ddp to hsdp",
     "LLM, checkpointing and compile on and off",
     "LoRA, fsdp2 to ddp to hsdp",
+    "speech, fsdp2 to tp to one",
+    "LLM, tp to fsdp2 to tp",
+    "LoRA, tp to ddp to tp",
 )
 """Every strategy, number of ranks, recipe and wrapper; docs/resume.md has all chains."""
 
