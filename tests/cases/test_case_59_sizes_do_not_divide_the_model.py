@@ -27,7 +27,7 @@ SHAPE = {
 }
 
 
-def _findings(folder: Path, shape: dict[str, Any], world_size: int, **sizes: int) -> dict[str, Finding]:
+def _findings(folder: Path, shape: dict[str, Any], world_size: int, **sizes: Any) -> dict[str, Finding]:
     (folder / "config.json").write_text(json.dumps(shape))
     strategy = {"_target_": AUTOMODEL, **sizes}
     data = merged(
@@ -85,3 +85,11 @@ def test_sizes_of_a_nested_text_model_are_read(tmp_path: Path) -> None:
 def test_all_that_does_not_divide_is_in_one_message(tmp_path: Path) -> None:
     found = _findings(tmp_path, SHAPE, 5 * 4 * 7, tp_size=5, ep_size=4, pp_size=4, cp_size=7)
     assert {"tp-divides-heads", "tp-divides-kv-heads", "ep-divides-experts", "pp-fits-layers"} <= set(found)
+
+
+def test_heads_that_context_parallel_ranks_cannot_share(tmp_path: Path) -> None:
+    by_heads: dict[str, Any] = {"distributed_config": {"cp_method": "ulysses"}}
+    found = _findings(tmp_path, SHAPE, 12, tp_size=2, cp_size=3, **by_heads)["ulysses-divides-heads"]
+    assert found.key == "trainer.strategy.distributed_config.cp_method"
+    assert "cp_size = 3 does not divide the 4 query heads of a rank" in found.limit
+    assert found.repair == "cp_method: ring"

@@ -72,7 +72,7 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
 
 
 def attention_name(config: LLMConfig) -> str | None:
-    """transformers' name of the attention: as given; automatic is ours for packs.
+    """transformers' name of the attention: as given; automatic is ours for packs and under context parallelism.
 
     For rows it is None, transformers' own choice: sdpa, or eager for the families that have none.
     """
@@ -83,7 +83,8 @@ def attention_name(config: LLMConfig) -> str | None:
         return _ATTENTION[model.backend.attn]
     if chosen != "auto":
         return chosen
-    return PACKED_ATTENTION if config.packed_sequence.packed_sequence_size else None
+    ours = config.packed_sequence.packed_sequence_size or config.distributed.sizes.cp_size > 1
+    return PACKED_ATTENTION if ours else None
 
 
 def lora_arguments(peft: PeftConfig) -> dict[str, Any]:

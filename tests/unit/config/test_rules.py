@@ -142,6 +142,15 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         {"packed_sequence": {"packed_sequence_size": 9}, **_distributed(cp_size=2)},
     ),
     ("global-batch-divides", "llm", 5, {}),
+    ("cp-method-needs-cp", "llm", 4, _distributed(cp_method="ulysses")),
+    ("cp-method-needs-cp", "speech", 2, _mesh(distributed_config={"cp_method": "allgather"})),
+    (
+        "cp-attention",
+        "llm",
+        4,
+        {"model": {"attn_implementation": "eager"}, **_distributed(cp_size=2)},
+    ),
+    ("cp-attention", "llm", 4, {"model": {"backend": {"attn": "eager"}}, **_distributed(cp_size=2)}),
     ("strategy-megatron-fsdp", "speech", 2, _mesh(distributed_config={"_target_": _MEGATRON})),
     ("sequence-parallel-needs-tp", "speech", 2, _mesh(distributed_config={"sequence_parallel": True})),
     (
@@ -377,6 +386,7 @@ def test_every_rule_is_broken_somewhere() -> None:
         "ep-divides-experts",
         "ep-needs-experts",
         "cp-divides-mamba-heads",
+        "ulysses-divides-heads",
         "pp-fits-layers",
     }  # case 59
     # A misspelt mode can reach the rules from Python only: the loader refuses its type.

@@ -71,6 +71,19 @@ def _packs_need_borders(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken("model.backend.attn", model.backend.attn, f"{limit}: flash")
 
 
+def _eager_has_no_cp(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    model, cp_size = config.model, config.distributed.sizes.cp_size
+    if model is None or cp_size == 1:
+        return
+    limit = f"another kernel with cp_size = {cp_size}: its scores would miss the tokens of other ranks"
+    for key, value in (
+        ("attn_implementation", model.attn_implementation),
+        ("backend.attn", model.backend.attn),
+    ):
+        if value == "eager":
+            yield Broken(f"model.{key}", value, limit, f"model.{key}: auto")
+
+
 def _data_to_train_on(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     if facts.options.to_train and config.dataset is None:
         yield Broken("dataset", None, "a data set to train on", "dataset: {type: chat, path: train.jsonl}")
@@ -210,6 +223,13 @@ LLM_RULES: tuple[Rule, ...] = (
         ("model", "packed_sequence"),
         _packs_need_borders,
         "packed documents do not see each other",
+        "attn_implementation: auto",
+    ),
+    _rule(
+        "cp-attention",
+        ("model", "distributed"),
+        _eager_has_no_cp,
+        "attention meets the tokens of other ranks part by part",
         "attn_implementation: auto",
     ),
     _rule("llm-dataset", ("dataset",), _data_to_train_on, "training needs documents", "add dataset"),

@@ -76,6 +76,25 @@ def _plan_needs_tp(config: Config, facts: Facts) -> Iterator[Broken]:
         yield Broken(f"{key}.tp_plan", dict(options.tp_plan), "absent with tp_size = 1")
 
 
+def _method_needs_cp(config: Config, facts: Facts) -> Iterator[Broken]:
+    key, options = _fsdp2_options(config)
+    if options is not None and options.cp_method != "ring" and sizes_of(config).cp_size == 1:
+        yield Broken(f"{key}.cp_method", options.cp_method, "absent with cp_size = 1")
+
+
+def _heads_for_ulysses(config: Config, facts: Facts) -> Iterator[Broken]:
+    key, options = _fsdp2_options(config)
+    sizes, heads = sizes_of(config), (facts.shape or ModelShape()).num_heads
+    if options is None or options.cp_method != "ulysses" or heads is None or heads % sizes.tp_size:
+        return
+    local = heads // sizes.tp_size
+    if local % sizes.cp_size:
+        limit = (
+            f"ring or allgather: cp_size = {sizes.cp_size} does not divide the {local} query heads of a rank"
+        )
+        yield Broken(f"{key}.cp_method", "ulysses", limit)
+
+
 def _experts_exist(config: Config, facts: Facts) -> Iterator[Broken]:
     ep_size = sizes_of(config).ep_size
     if ep_size > 1 and facts.shape is not None and facts.shape.num_experts is None:
@@ -191,6 +210,22 @@ MESH_RULES: tuple[Rule, ...] = (
         _plan_needs_tp,
         "a plan says how layers are cut over the tensor-parallel ranks",
         "leave tp_plan out, or tp_size: 2",
+    ),
+    Rule(
+        "cp-method-needs-cp",
+        "both",
+        _STRATEGY_KEYS,
+        _method_needs_cp,
+        "a method says how attention reaches the tokens of other ranks",
+        "leave cp_method out, or cp_size: 2",
+    ),
+    Rule(
+        "ulysses-divides-heads",
+        "both",
+        _STRATEGY_KEYS,
+        _heads_for_ulysses,
+        "each context-parallel rank attends with whole heads",
+        "cp_method: ring",
     ),
     Rule(
         "ep-divides-experts",
