@@ -40,6 +40,13 @@ _MAMBA: dict[str, Any] = {
     "n_routed_experts": 5,
     "num_experts_per_tok": 2,
 }
+_HYBRID: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -54,6 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"partial_rotary_factor": 1.0}),
     "qwen3-moe": ("qwen3_moe", _EXPERTS),
     "nemotron-h": ("nemotron_h", {**_MAMBA, "layers_block_type": ["mamba", "moe", "attention", "mamba"]}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
     # A vocabulary that no degree divides, biases everywhere, an uneven feed-forward layer, a tied head.
     "llama-odd": (
@@ -68,6 +76,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
     "nemotron-h-mlp": ("nemotron_h", {**_MAMBA, "layers_block_type": ["mlp", "mamba", "attention", "mlp"]}),
+    "bamba": ("bamba", {**_HYBRID, "attn_layer_indices": [1]}),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {
+            **_HYBRID,
+            "layer_types": ["attention", "mamba"],
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "state_size": 8,
+            "chunk_size": 8,
+            "time_step_limit": (0.4, 2.0),
+        },
+    ),
     "hrm-text": ("hrm_text", {"head_dim": 8}),
     "olmo-hybrid": ("olmo_hybrid", {}),
 }

@@ -48,7 +48,8 @@ class Case:
     """What is trained: the same for every layout it is compared under.
 
     `build` and `draw` are functions of a module, so that ranks find them: the trainable module of a case, and its
-    micro-batches of a step. The defaults are a speech language model and ragged speech.
+    micro-batches of a step. The defaults are a speech language model and ragged speech. `perception` says whether
+    what `build` makes has one.
     """
 
     build: Callable[[Case], nn.Module] | None = None
@@ -56,6 +57,7 @@ class Case:
     family: str = "llama"
     compile: CompileConfig | None = None
     encoder: str = "whisper"
+    perception: bool = False
     packed: bool = False
     dtype: torch.dtype = torch.float64
     num_micro_batches: int = 5
@@ -86,7 +88,7 @@ def plan_of(case: Case, layout: Layout | None = None) -> ModelPlan:
 
     return ModelPlan(
         lambda: (case.build or speech_model)(case),
-        perception="perception" if case.build is None else None,
+        perception="perception" if case.build is None or case.perception else None,
         lora=case.lora,
         freeze=case.freeze,
         checkpoint_llm=layout is not None and layout.checkpoint_llm,

@@ -47,15 +47,11 @@ class DropoutState:
 
     Attributes:
         modules: The dropout modules by their names in the trainable module.
-        sequence_rank: Which part of the tokens a module with ``tokens = "sequence-local"`` sees: under sequence
-            parallelism each of `sequence_size` ranks holds ceil(L / sequence_size) tokens, the last ones padded.
-        sequence_size: Number of these parts.
         data_parallel_only: Whether ranks differ in nothing but the micro-batches they run.
     """
 
     def __init__(self, *, data_parallel_only: bool = True) -> None:
         self.modules: dict[str, CounterDropout] = {}
-        self.sequence_rank, self.sequence_size = 0, 1
         self.data_parallel_only = data_parallel_only
         self._tokens: dict[str, _Tokens] = {}
 
@@ -119,8 +115,8 @@ class DropoutState:
         if keys is None:
             rows = tokens.samples[:, None]
             keys = token_keys(rows, torch.arange(shape[1] if len(shape) > 1 else 1, device=rows.device))
-        elif module.tokens == "sequence-local":
-            keys = self._sequence_part(keys)
+        else:
+            keys = _part(keys, *module.token_part)
         if shape[:-1] == keys.shape:
             return keys
         # Some layers flatten rows and tokens. Experts do too, but after they have picked tokens.
@@ -132,10 +128,13 @@ class DropoutState:
             "dropout to 0, or leave the layer out of the adapter's target_modules"
         )
 
-    def _sequence_part(self, keys: Tensor) -> Tensor:
-        size = -(-keys.shape[1] // self.sequence_size)
-        padded = F.pad(keys, (0, size * self.sequence_size - keys.shape[1]))
-        return padded[:, self.sequence_rank * size : (self.sequence_rank + 1) * size]
+
+def _part(keys: Tensor, rank: int, size: int) -> Tensor:
+    """A rank's share of tokens [R, L] when `size` ranks hold ceil(L / size) each, the last ones padded."""
+    if size == 1:
+        return keys
+    length = -(-keys.shape[1] // size)
+    return F.pad(keys, (0, length * size - keys.shape[1]))[:, rank * length : (rank + 1) * length]
 
 
 class CounterDropout(nn.Dropout):
@@ -151,7 +150,7 @@ class CounterDropout(nn.Dropout):
         in_expert: Whether it stands in an expert, whose input is a selection of tokens.
         key: Hash of the step and the name, int64 scalar; None outside of a step.
         feature_start: Index of this rank's first feature among those of the unsharded tensor.
-        tokens: "full" when it sees every token of the rows, "sequence-local" when it sees this rank's part.
+        token_part: (rank, number of ranks) when ranks hold parts of the rows, as sequence parallelism cuts them.
     """
 
     state: DropoutState
@@ -160,7 +159,7 @@ class CounterDropout(nn.Dropout):
     in_expert: bool
     key: Tensor | None
     feature_start: int
-    tokens: Literal["full", "sequence-local"]
+    token_part: tuple[int, int]
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns a tensor like `input`.
@@ -216,7 +215,7 @@ def _replace(module: nn.Dropout, name: str, state: DropoutState, perception: str
     module.state, module.name, module.key = state, name, None
     module.kind = _kind(name, perception)
     module.in_expert = ".experts." in f".{name}."
-    module.feature_start, module.tokens = 0, "full"
+    module.feature_start, module.token_part = 0, (0, 1)
     return module
 
 

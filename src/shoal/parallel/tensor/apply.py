@@ -30,6 +30,7 @@ from shoal.parallel.tensor.blocks import (
     partial_parameters,
 )
 from shoal.parallel.tensor.plan import ResolvedPlan, num_heads, resolve_plan, shares_key_values
+from shoal.parallel.tensor.seen import place_dropout
 from shoal.parallel.tensor.styles import (
     Column,
     Cutter,
@@ -164,6 +165,7 @@ def shard_tensor_parallel(
     _localise_heads(model, resolved, state)
     parallelize_module(model, mesh, styles, src_data_rank=None)
     _place_collectives(model, blocks, state)
+    place_dropout(model, resolved, blocks, state.rank, state.size)
     for name in partial_parameters(model, blocks):
         module, _, leaf = name.rpartition(".")
         state.partial.append((model.get_submodule(module), leaf))

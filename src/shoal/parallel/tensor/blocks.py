@@ -47,9 +47,17 @@ class Blocks:
 
     def is_partial(self, name: str) -> bool:
         """Whether the gradient of a whole (not cut) parameter has to be summed over the tensor-parallel ranks."""
-        if _inside(name, self.cut) or (self.head is not None and _inside(name, (self.head,))):
+        if self.is_cut(name) or (self.head is not None and _inside(name, (self.head,))):
             return True
-        return _inside(name, self.sharded) and not _inside(name, self.whole)
+        return self.is_sharded(name)
+
+    def is_cut(self, name: str) -> bool:
+        """Whether a module or parameter stands in a block, where ranks compute other heads or features."""
+        return _inside(name, self.cut)
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether a module or parameter works on the residual stream while it is sharded over tokens."""
+        return _inside(name, self.sharded) and not _inside(name, (*self.whole, *self.cut))
 
 
 def find_blocks(model: PreTrainedModel, plan: ResolvedPlan, sequence_parallel: bool) -> Blocks:
