@@ -25,6 +25,7 @@ IRRELEVANT_WARNINGS = (
     r".*LeafSpec.*is deprecated.*",  # inside Lightning
     r".*overridden `transfer_batch_to_device`.*",  # in the module, on purpose
     r".*number of training batches .* is smaller than the logging interval.*",
+    r"Checkpoint directory .* exists and is not empty.*",  # with the run's records; another run's is refused or resumed
 )
 
 __all__ = ["load_trained", "run_training", "speech_module"]
