@@ -169,14 +169,25 @@ def llm_run(root: Path, folder: Path, **sections: Any) -> dict[str, Any]:
     return tiny_llm.configuration(
         root,
         checkpoint=checkpoint,
-        distributed={"strategy": "fsdp2"},
+        distributed=sections.pop("distributed", {"strategy": "fsdp2"}),
         step_scheduler={"max_steps": 6, "ckpt_every_steps": 2},
         **sections,
     )
 
 
-def test_an_llm_run_leaves_a_folder_that_transformers_opens(ranks: RankRunner, tmp_path: Path) -> None:
-    run = llm_run(tmp_path, tmp_path / "run", checkpoint={"is_async": True, "save_consolidated": "final"})
+LLM_LAYOUTS = [{"strategy": "fsdp2"}, {"strategy": "fsdp2", "tp_size": 2, "sequence_parallel": True}]
+
+
+@pytest.mark.parametrize("distributed", LLM_LAYOUTS, ids=["fsdp2", "tp2-sp"])
+def test_an_llm_run_leaves_a_folder_that_transformers_opens(
+    ranks: RankRunner, tmp_path: Path, distributed: dict[str, Any]
+) -> None:
+    run = llm_run(
+        tmp_path,
+        tmp_path / "run",
+        checkpoint={"is_async": True, "save_consolidated": "final"},
+        distributed=distributed,
+    )
     ranks(train_llm, 2, run, init=False, timeout=120)
     steps = {one.step: one.path for one in CheckpointStore(tmp_path / "run").complete()}
     assert set(steps) == {2, 4, 6}
@@ -189,19 +200,22 @@ def test_an_llm_run_leaves_a_folder_that_transformers_opens(ranks: RankRunner, t
     assert read_folder(tmp_path / "four").keys() == read_folder(tmp_path / "llm").keys()
 
 
+@pytest.mark.parametrize("distributed", LLM_LAYOUTS, ids=["fsdp2", "tp2-sp"])
 def test_an_llm_run_with_adapters_leaves_them_for_peft_and_another_run(
-    ranks: RankRunner, tmp_path: Path
+    ranks: RankRunner, tmp_path: Path, distributed: dict[str, Any]
 ) -> None:
     peft = {"dim": 2, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-    run = llm_run(tmp_path, tmp_path / "run", peft=peft, checkpoint={"save_consolidated": "final"})
+    options = {"peft": peft, "checkpoint": {"save_consolidated": "final"}, "distributed": distributed}
+    run = llm_run(tmp_path, tmp_path / "run", **options)
     ranks(train_llm, 2, run, init=False, timeout=120)
     adapter = newest(tmp_path / "run") / "consolidated"
     assert {path.name for path in adapter.glob("*.safetensors")} == {"adapter_model.safetensors"}
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "llm"), adapter)
     assert any(p.any() for name, p in opened.named_parameters() if ".lora_B." in name)
 
-    second = llm_run(tmp_path, tmp_path / "second", peft={**peft, "adapter_path": str(adapter)})
-    third = llm_run(tmp_path, tmp_path / "third", peft=peft)
+    again = {**peft, "adapter_path": str(adapter)}
+    second = llm_run(tmp_path, tmp_path / "second", peft=again, distributed=distributed)
+    third = llm_run(tmp_path, tmp_path / "third", peft=peft, distributed=distributed)
     for one in (second, third):
         one["step_scheduler"]["max_steps"] = 1
         one["lr_scheduler"] |= {"lr_decay_steps": 6}

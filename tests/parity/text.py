@@ -16,16 +16,32 @@ from tests.parity.harness import Case
 def build(case: Case) -> nn.Module:
     llm = tiny_lm(case.family)
     for module in llm.modules():
-        if type(module).__name__ == "Gemma3RMSNorm":
-            module.forward = functools.partial(_gemma_norm, module)
+        if type(module).__name__.endswith("RMSNorm") and (exact := _EXACT.get(_epsilon_of(module))):
+            module.forward = functools.partial(exact, module)
     if hasattr(llm.config, "_experts_implementation"):
         llm.set_experts_implementation("eager")  # the grouped kernel has no float64
     return CausalLM(llm)
 
 
+def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon))
+
+
 def _gemma_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """Gemma's norm without its casts to float32, whose rounding would hide what float64 is to show."""
     return norm._norm(x) * (1.0 + norm.weight)
+
+
+# transformers casts to float32 in its norms. Where ranks hold parts of a sum, each part is then rounded by itself,
+# which hides what float64 is to show.
+_EXACT = {"variance_epsilon": _norm, "eps": _gemma_norm}
+
+
+def _epsilon_of(norm: nn.Module) -> str:
+    if hasattr(norm, "gate") or "Gated" in type(norm).__name__:
+        return ""
+    return (
+        "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps" if hasattr(norm, "_norm") else ""
+    )
 
 
 def draw(case: Case, step: int) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _all_gathered_tokens(tensor: Tensor, group: ProcessGroup, length: int) -> Te
     """[B, chunk, H] of every rank to [B, length, H]: padding of the last ranks is cut off."""
     rows = tensor.transpose(0, 1).contiguous()
     gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, rows, group=group)
+    dist.all_gather_single(gathered, rows, group=group)
     return gathered[:length].transpose(0, 1).contiguous()
 
 
@@ -120,7 +120,7 @@ def _reduce_scattered_tokens(tensor: Tensor, group: ProcessGroup) -> Tensor:
     size = chunk_size(tensor.shape[TOKEN_DIM], group.size())
     rows = _padded(tensor, size * group.size()).transpose(0, 1).contiguous()
     own = rows.new_empty(size, *rows.shape[1:])
-    dist.reduce_scatter_tensor(own, rows, group=group)
+    dist.reduce_scatter_single(own, rows, group=group)
     return own.transpose(0, 1).contiguous()
 
 
@@ -185,9 +185,9 @@ class _GatherFeatures(torch.autograd.Function):
         ctx.group, ctx.total = group, total
         size = chunk_size(total, group.size())
         columns = F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
-        gathered = columns.new_empty(group.size(), *columns.shape)
-        dist.all_gather_into_tensor(gathered, columns, group=group)
-        return gathered.movedim(0, -2).flatten(-2)[..., :total].contiguous()
+        gathered = columns.new_empty(group.size() * columns.shape[0], *columns.shape[1:])
+        dist.all_gather_single(gathered, columns, group=group)
+        return gathered.view(group.size(), *columns.shape).movedim(0, -2).flatten(-2)[..., :total].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
