@@ -32,6 +32,8 @@ LAYOUTS = {
         Layout("tp2", 2, sizes=ParallelismSizes(tp_size=2)),
         Layout("tp2-sp", 2, sizes=ParallelismSizes(tp_size=2), fsdp2=SP),
         Layout("dp2-tp2-sp", 4, sizes=ParallelismSizes(tp_size=2), fsdp2=SP, checkpoint_llm=True),
+        Layout("cp2", 2, sizes=ParallelismSizes(cp_size=2), checkpoint_llm=True),
+        Layout("cp2-tp2-sp", 4, sizes=ParallelismSizes(cp_size=2, tp_size=2), fsdp2=SP),
     )
 }
 VARIANTS: dict[str, tuple[Callable[..., Case], dict[str, Any]]] = {
@@ -58,7 +60,8 @@ TABLE = [
     *(("llama-lora", "", layout) for layout in ("fsdp2", "dp2-tp2-sp")),
     *(("gpt2", "", layout) for layout in ("ddp2", "checkpointing")),
     *(("phi3-lora", composition, "fsdp2") for composition in ("one-by-one", "wide", "packs", "wide-packs")),
-    *(("phi3-lora", "packs", layout) for layout in ("checkpointing", "dp2-tp2-sp")),
+    *(("phi3-lora", "packs", layout) for layout in ("checkpointing", "dp2-tp2-sp", "cp2-tp2-sp")),
+    *((variant, "", "cp2") for variant in ("phi3", "phi3-lora")),
     *(("speech", "", layout) for layout in ("ddp2", "hsdp2x2", "checkpointing")),
     *(("speech", composition, "fsdp2") for composition in ("one-by-one", "wide", "packed")),
 ]
