@@ -20,9 +20,9 @@ from shoal.kernels.vocab import (
     VocabShard,
     accumulation_dtype,
     check_shard,
-    gather_logits,
     losses_and_gradient,
 )
+from shoal.mesh.regions import gather_features
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk when no chunk size is given: 64 MiB in float32."""
@@ -132,7 +132,7 @@ def reference_token_losses(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if vocab is not None:
-        logits = gather_logits(logits, vocab)
+        logits = gather_features(logits, vocab.group, vocab.num_total)
     loss_sum = F.cross_entropy(
         logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
     )

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shoal.mesh.regions import chunk_bounds, chunk_size, gather_features
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -46,14 +48,13 @@ class VocabShard:
     @classmethod
     def of(cls, num_total: int, group: ProcessGroup) -> VocabShard:
         """Returns this rank's range as `torch.chunk` and `Shard(0)` cut it: equal parts, the last ones fewer."""
-        rank, longest = dist.get_rank(group), -(-num_total // dist.get_world_size(group))
-        start = min(rank * longest, num_total)
-        return cls(group, start, min(longest, num_total - start), num_total)
+        start, end = chunk_bounds(num_total, group.size(), group.rank())
+        return cls(group, start, end - start, num_total)
 
     @property
     def num_longest(self) -> int:
         """Most ids that a rank of the group holds when they are spread evenly; the same on every rank."""
-        return -(-self.num_total // self.group.size())
+        return chunk_size(self.num_total, self.group.size())
 
 
 def vocab_parallel_losses(
@@ -114,26 +115,17 @@ def reference_vocab_parallel_losses(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Says what `vocab_parallel_losses` computes, with all logits on every rank and torch's own cross-entropy."""
-    whole = gather_logits(logits.to(accumulation_dtype(logits)), vocab)
+    """Says what `vocab_parallel_losses` computes, with all logits on every rank and torch's own cross-entropy.
+
+    For ranges as `VocabShard.of` cuts them.
+    """
+    whole = gather_features(logits.to(accumulation_dtype(logits)), vocab.group, vocab.num_total)
     losses = F.cross_entropy(
         whole, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
     labelled = labels != ignore_index
     losses = losses + (z_loss * whole.logsumexp(-1).square()).where(labelled, 0.0)
     return losses, (whole.detach().argmax(-1) == labels) & labelled
-
-
-def gather_logits(logits: Tensor, vocab: VocabShard) -> Tensor:
-    """Returns the logits [..., V] of the whole vocabulary from each rank's [..., V_local].
-
-    Gradient: the part of the result's that belongs to this rank's ids; nothing is summed over ranks.
-    """
-    whole = logits.new_zeros(*logits.shape[:-1], vocab.num_total)
-    before, own, after = whole.tensor_split([vocab.start, vocab.start + vocab.num_local], dim=-1)
-    own.copy_(logits.detach())
-    dist.all_reduce(whole, op=dist.ReduceOp.SUM, group=vocab.group)
-    return torch.cat([before, logits, after], dim=-1)
 
 
 class _VocabParallelLosses(torch.autograd.Function):

@@ -267,7 +267,7 @@ def test_exchanges_five_numbers_per_token_and_never_holds_the_logits(ranks: Rank
     for shapes, largest, of_reference in ranks(what_it_costs, 4):
         assert shapes == [(5, rows) for rows in chunks]
         # A rank's weight [V_local, H] and its gradient are larger than a chunk's logits [5, V_local].
-        assert largest <= 251 * HIDDEN < of_reference == 1001 * TOKENS
+        assert largest <= 251 * HIDDEN < 1001 * TOKENS <= of_reference
 
 
 def chosen_chunks(rank: int, world: int) -> list[tuple[int, ...]]:
