@@ -28,6 +28,7 @@ from shoal.data.position import StreamPosition
 from shoal.mesh.collectives import all_reduce_sum
 from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.model import ParallelModel
+from shoal.train.kernel_check import check_kernels
 from shoal.train.layout import layout_table
 from shoal.train.optim import build_optimizer, build_scheduler
 from shoal.train.precision import ShoalPrecision
@@ -134,6 +135,8 @@ class ShoalModule(pl.LightningModule):
         self.model = self._parallel.module
         if self.init_from_checkpoint is not None:
             load_weights(self.model, self.init_from_checkpoint)
+        llm = self.model.get_submodule(plan.llm)
+        check_kernels(self.model, llm, precision.plan.compute, strategy.root_device)
         self.layout = layout_table(setup, precision.plan.name, self.model)
         if self.trainer.is_global_zero:
             print(self.layout, flush=True)
@@ -196,7 +199,7 @@ class ShoalModule(pl.LightningModule):
     @override
     def on_validation_epoch_end(self) -> None:
         model = self.parallel
-        sums = all_reduce_sum(self._validation_sums.to(model.device), model.group).cpu()
+        sums = all_reduce_sum(self._validation_sums.to(model.device), model.loss_group).cpu()
         self.last_validation = {}
         rows = dict(zip(self.validation_sets, sums, strict=True))
         for name, row in rows.items():

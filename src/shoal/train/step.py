@@ -111,7 +111,7 @@ def train_step(
     optimizer.zero_grad()
     update_running_statistics(model.module, model.group)
 
-    loss_sum, num_correct, real, positions = all_reduce_sum(sums.to(model.device), model.group).tolist()
+    loss_sum, num_correct, real, positions = all_reduce_sum(sums.to(model.device), model.loss_group).tolist()
     num_tokens = max(header.num_tokens, 1)
     share = _padding_share(real, positions)
     return StepResult(loss_sum / num_tokens, num_correct / num_tokens, float(norm), share, header)
