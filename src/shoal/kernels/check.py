@@ -18,6 +18,11 @@ from shoal.kernels.loss import reference_token_losses, token_losses
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Largest accepted error, relative to the largest entry of the reference."""
 
+_REPAIRS = {
+    "attention.te": "set NVTE_FUSED_ATTN=0, which takes Transformer Engine's other kernel, or choose attn: sdpa",
+}
+"""What helps besides another backend, by kernel."""
+
 Run = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Inputs by name to outputs by name; those that require gradients are differentiated."""
 
@@ -100,8 +105,9 @@ def check_kernel(
     if name == "loss":
         inputs, kernel, reference = _loss_problem(torch.device(device), dtype)
     elif name in kernel_names():
-        inputs, kernel, reference = _attention_problem(
-            name, torch.device(device), dtype, case or AttentionCase()
+        backend = name.removeprefix("attention.")
+        inputs, kernel, reference = attention_problem(
+            backend, torch.device(device), dtype, case or AttentionCase()
         )
     else:
         raise ValueError(f"kernel: {name!r} is none of {', '.join(kernel_names())}")
@@ -151,7 +157,8 @@ def _complaint(report: KernelReport, wrong: list[str]) -> str:
         )
         lines.append(f"  {key}: relative error {report.errors[key]:.2g}{factor}")
     lines.append(
-        "choose another backend, for attention sdpa, and report the device, driver and torch version"
+        _REPAIRS.get(report.kernel, "choose another backend, for attention sdpa")
+        + ", and report the device, driver and torch version"
     )
     return "\n".join(lines)
 
@@ -173,9 +180,14 @@ def _noise(shape: torch.Size | tuple[int, ...], seed: int, like: Tensor) -> Tens
     return torch.randn(shape, generator=generator).bfloat16().to(like.device, like.dtype)
 
 
-def _attention_problem(
-    name: str, device: torch.device, dtype: torch.dtype, case: AttentionCase
+def attention_problem(
+    backend: str, device: torch.device, dtype: torch.dtype, case: AttentionCase
 ) -> tuple[dict[str, Tensor], Run, Run]:
+    """Returns the inputs of a comparison, the attention of a backend over them, and the reference's.
+
+    Inputs are q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] and, if any, sinks [Hq]; outputs are out [T, Hq, Dv] and
+    lse [T, Hq].
+    """
     like = torch.empty(0, device=device, dtype=dtype)
     total, value_dim = sum(case.lens), case.value_dim or case.head_dim
     shapes = {
@@ -207,7 +219,7 @@ def _attention_problem(
 
         return attend
 
-    return inputs, run(name.removeprefix("attention.")), run("reference")
+    return inputs, run(backend), run("reference")
 
 
 def _loss_problem(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Tensor], Run, Run]:
