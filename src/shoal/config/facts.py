@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ _SHAPE_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+"""What ``config.json`` calls the dropout of attention probabilities."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known around a configuration.
@@ -49,6 +53,7 @@ class Facts:
         devices_per_node: Ranks on one node; None when unknown.
         accelerators: Accelerators of this machine.
         shape: Sizes of the language model when its folder is local and has a ``config.json``.
+        attention_dropout: Those of `ATTENTION_DROPOUT` that the language model's configuration sets above 0.
     """
 
     options: LoadOptions = LoadOptions()
@@ -57,6 +62,7 @@ class Facts:
     devices_per_node: int | None = None
     accelerators: int = 0
     shape: ModelShape | None = None
+    attention_dropout: Mapping[str, float] = field(default_factory=dict)
 
 
 def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> Facts:
@@ -65,13 +71,15 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
     per_node, planned = _planned_world(config, accelerators, options.to_train)
     if world_size is not None:
         per_node = _launched_per_node(config, world_size)
+    raw = read_model_config(llm_folder(config))
     return Facts(
         options=options,
         world_size=planned if world_size is None else world_size,
         launched_world_size=world_size,
         devices_per_node=per_node,
         accelerators=accelerators,
-        shape=read_shape(llm_folder(config)),
+        shape=None if raw is None else _shape(raw),
+        attention_dropout=_attention_dropout(raw or _inline_config(config)),
     )
 
 
@@ -116,16 +124,30 @@ def llm_folder(config: Any) -> Path | None:
     return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
 
-def read_shape(folder: Path | None) -> ModelShape | None:
-    """Returns the shape in ``config.json`` of a folder, or None when there is no readable one."""
+def read_model_config(folder: Path | None) -> Mapping[str, Any] | None:
+    """Returns ``config.json`` of a folder, that of the language model on top, or None without a readable one."""
     if folder is None:
         return None
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
-    return ModelShape(**{name: _first_size(text, keys) for name, keys in _SHAPE_KEYS.items()})
+    return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+
+
+def _inline_config(config: Any) -> Mapping[str, Any]:
+    """Returns the fields of a model's configuration that stand in the file itself."""
+    fields = config.model.config if isinstance(config, LLMConfig) and config.model is not None else None
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _shape(raw: Mapping[str, Any]) -> ModelShape:
+    return ModelShape(**{name: _first_size(raw, keys) for name, keys in _SHAPE_KEYS.items()})
+
+
+def _attention_dropout(raw: Mapping[str, Any]) -> Mapping[str, float]:
+    values = {name: raw.get(name) for name in ATTENTION_DROPOUT}
+    return {name: value for name, value in values.items() if isinstance(value, int | float) and value > 0}
 
 
 def _first_size(raw: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
+from shoal.config.facts import ATTENTION_DROPOUT
+
 PACKABLE = frozenset(
     """
     afmoe apertus arcee aria_text beam bitnet codegen cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
@@ -21,8 +23,6 @@ PACKABLE = frozenset(
 
 HYBRIDS = frozenset({"bamba", "mamba2", "nemotron_h"})
 """The same, once their Mamba-2 layers have our scan; see `shoal.models.mamba`."""
-
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
 def packable(model: PreTrainedModel) -> None:
@@ -48,7 +48,7 @@ def packable(model: PreTrainedModel) -> None:
         if not model._supports_attention_backend:
             reason = "it does not take its attention from transformers' attention interface"
     else:
-        for name in _DROPOUTS:
+        for name in ATTENTION_DROPOUT:
             if value := getattr(model.config.get_text_config(), name, None):
                 raise ValueError(
                     f"model type {model_type} cannot be packed with {name}={value}: packed attention has no dropout; "

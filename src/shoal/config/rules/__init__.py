@@ -7,6 +7,7 @@ from shoal.config.errors import Finding
 from shoal.config.facts import Facts
 from shoal.config.llm import LLMConfig
 from shoal.config.rules.base import Broken, Rule
+from shoal.config.rules.dropout import DROPOUT_RULES
 from shoal.config.rules.effect import EFFECT_RULES
 from shoal.config.rules.llm import LLM_RULES
 from shoal.config.rules.mesh import MESH_RULES
@@ -17,6 +18,7 @@ from shoal.config.speech import SpeechConfig
 
 RULES: tuple[Rule, ...] = (
     *MESH_RULES,
+    *DROPOUT_RULES,
     *TRAINER_RULES,
     *SPEECH_RULES,
     *EFFECT_RULES,
