@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint types unit parity clean
+.PHONY: help install quickstart test lint types unit parity parity-full clean
 
 help:
 	@echo "make quickstart  train, evaluate and plot a small speech language model on this machine"
@@ -19,6 +19,7 @@ help:
 	@echo "make types       mypy --strict"
 	@echo "make unit        all tests, without lint and types; PYTEST_ARGS='-k mesh' selects"
 	@echo "make parity      train under every layout and write docs/parity.md"
+	@echo "make parity-full  every family under every tensor-parallel layout, into docs/parity_tensor.md; ARGS=--resume"
 	@echo "make clean       remove the virtual environment and caches"
 
 install: $(STAMP)
@@ -51,6 +52,9 @@ unit: $(STAMP)
 
 parity: $(STAMP)
 	$(BIN)/python scripts/parity_table.py
+
+parity-full: $(STAMP)
+	$(BIN)/python scripts/parity_full.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

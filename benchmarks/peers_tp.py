@@ -2,7 +2,7 @@
 
 transformers cuts the model by its own plan (`DistributedConfig(tp_size=2)`) in a plain loop; under Lightning's
 `ModelParallelStrategy` the module cuts it with torch's `parallelize_module` and torch's styles. All three take two
-micro-batches per step and AdamW, without clipping, which torch refuses for such mixes of parameters. The losses of every
+micro-batches per step and AdamW, without clipping, which torch refuses for such mixes of parameters. The losses of each
 step have to agree to four decimals, or the run is void.
 
     ratio = S(shoal) / S(peer),  S = median over repetitions of

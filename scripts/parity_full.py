@@ -1,0 +1,178 @@
+"""Generates docs/parity_tensor.md: the full product of tensor-parallel layouts and model families.
+
+    python scripts/parity_full.py               runs every cell, writes the document after each row
+    python scripts/parity_full.py --resume      keeps the cells that an earlier call has finished
+    python scripts/parity_full.py --family NAME [--family ...]
+
+A cell trains two steps of a tiny model in fp64 under a layout and in one plain process that uses none of the parallel
+code: initial weights, losses, gradient norms, every gradient by name and the weights after AdamW. It shows the largest
+relative error of all of these; the limit is 1e-10. Cells that were not run are shown as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from shoal.config.schema import FSDP2Config, ParallelismSizes  # noqa: E402 (needs the path above)
+from tests.parity.harness import (  # noqa: E402
+    Case,
+    Layout,
+    Record,
+    assert_parity,
+    reference,
+    relative_errors,
+    run_layout,
+    unclipped,
+)
+from tests.parity.test_tensor_parallel import LORA  # noqa: E402
+from tests.parity.text import text_case  # noqa: E402
+from tests.zygote import RankRunner, RanksFailed  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "parity_tensor.md"
+RESULTS = ROOT / "benchmarks" / "results" / "parity_tensor.json"
+NUM_MICRO_BATCHES = {1: {1: 1, 2: 2, 4: 4}, 2: {1: 2, 2: 4, 4: 8}}
+"""By accumulation and data-parallel size."""
+
+
+def layouts() -> dict[str, Layout]:
+    """{tp 1, 2, 4} x {sequence parallel} x {dp 1, 2, HSDP 2x2}, at most eight ranks."""
+    table = {}
+    for dp, replicas in ((1, None), (2, None), (4, 2)):
+        for tp in (1, 2, 4):
+            for sequence in (False, True) if tp > 1 else (False,):
+                name = f"{'hsdp' if replicas else 'dp'}{dp} tp{tp}{' sp' if sequence else ''}"
+                sizes = ParallelismSizes(tp_size=tp, dp_replicate_size=replicas)
+                table[name] = Layout(
+                    name, dp * tp, sizes=sizes, fsdp2=FSDP2Config(sequence_parallel=sequence)
+                )
+    return {name: layout for name, layout in table.items() if layout.world <= 8}
+
+
+def families() -> dict[str, Any]:
+    """Makes the case of a family for a number of micro-batches."""
+    names = (
+        "llama",
+        "llama-odd",
+        "llama-tied",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma3",
+        "phi3",
+        "smollm3",
+        "gpt-oss",
+    )
+    names += ("mixtral", "qwen3-moe")
+    table: dict[str, Any] = {name: lambda count, name=name: text_case(name, count) for name in names}
+    table["llama-odd, LoRA"] = lambda count: text_case("llama-odd", count, lora=LORA)
+    table["phi3, LoRA"] = lambda count: text_case("phi3", count, lora=LORA)
+    table["SALM, Whisper"] = lambda count: Case(num_micro_batches=count, without_audio=(count - 1,))
+    return table
+
+
+def worst_error(actual: Record, expected: Record, case: Case) -> float:
+    """The largest relative error of everything that law 1 names."""
+    assert_parity(actual, expected, case)
+    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual.losses, expected.losses, strict=True)]
+    errors += [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual.norms, expected.norms, strict=True)]
+    for step, gradients in enumerate(unclipped(actual, case)):
+        errors += relative_errors(gradients, expected.gradients[step]).values()
+    errors += relative_errors(actual.weights, expected.weights).values()
+    return max(errors)
+
+
+def cell_of(ranks: RankRunner, case: Case, layout: Layout, expected: Record) -> str:
+    """What a cell shows."""
+    try:
+        actual = ranks(run_layout, layout.world, case, layout)[0]
+    except RanksFailed as error:
+        lines = [line for line in str(error).splitlines() if "limit:" in line or "Error" in line]
+        return (
+            f"refused: {lines[-1].strip()}" if "ConfigError" in str(error) else f"FAILED: {lines[-1].strip()}"
+        )
+    try:
+        return f"{worst_error(actual, expected, case):.0e}"
+    except AssertionError as error:
+        return "DIFFERENT: " + str(error).splitlines()[0]
+
+
+def run(selected: list[str], resume: bool) -> dict[str, Any]:
+    """Runs the cells; what was finished is on disk at any time."""
+    done: dict[str, Any] = json.loads(RESULTS.read_text()) if resume and RESULTS.exists() else {"cells": {}}
+    done["commit"] = commit()
+    ranks = RankRunner()
+    try:
+        for family, make in families().items():
+            for accumulation in (1, 2):
+                row = f"{family} | {accumulation}"
+                cells = done["cells"].setdefault(row, {})
+                if selected and family not in selected:
+                    continue
+                references: dict[int, Record] = {}
+                for name, layout in layouts().items():
+                    if name in cells:
+                        continue
+                    dp = layout.world // layout.sizes.tp_size
+                    count = NUM_MICRO_BATCHES[accumulation][dp]
+                    case = make(count)
+                    if count not in references:
+                        references[count] = reference(case)
+                    cells[name] = cell_of(ranks, case, layout, references[count])
+                    RESULTS.write_text(json.dumps(done, indent=1) + "\n")
+                print(row, cells, flush=True)
+                DOCUMENT.write_text(document(done))
+    finally:
+        ranks.close()
+    return done
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def document(done: dict[str, Any]) -> str:
+    """The table, cells that were not run included."""
+    names = list(layouts())
+    lines = [
+        "# Tensor and sequence parallelism never change the numbers",
+        "",
+        f"Generated by `make parity-full` at commit {done['commit']}. {(__doc__ or '').partition('A cell')[1]}"
+        f"{(__doc__ or '').partition('A cell')[2].strip()}",
+        "",
+        "Every layout runs on gloo; `sp` is sequence parallelism. The sequence lengths are ragged and mostly odd.",
+        "",
+        "| family | accumulation | " + " | ".join(names) + " |",
+        "| --- | --- |" + " --- |" * len(names),
+    ]
+    for row, cells in done["cells"].items():
+        lines.append(f"| {row} | " + " | ".join(cells.get(name, "not run") for name in names) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--family", action="append", default=[])
+    options = parser.parse_args()
+    done = run(options.family, options.resume)
+    bad = [
+        (row, name, cell)
+        for row, cells in done["cells"].items()
+        for name, cell in cells.items()
+        if cell.startswith(("FAILED", "DIFFERENT"))
+    ]
+    print(f"{sum(len(cells) for cells in done['cells'].values())} cells, {len(bad)} outside the law: {bad}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
