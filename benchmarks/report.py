@@ -88,17 +88,17 @@ def checkpoint(result: dict[str, Any]) -> Iterable[str]:
 
 def smollm2(result: dict[str, Any]) -> Iterable[str]:
     """A real model on real text, checked by plain transformers."""
-    before, after, history = result["before"], result["after"], result["history"]
+    before, after, history = result["before"], result["after"], result["training"]["history"]
     tokens = sum(step["num_tokens"] for step in history)
     yield (
         f"SmolLM2-135M-Instruct, all weights, {len(history)} steps of packs on {result['ranks']} FSDP2 ranks: "
-        f"{tokens:,} supervised tokens,\n{result['training_cpu_seconds']:.0f} CPU-seconds. Perplexity on the whole "
-        f"held-out set of {after['num_tokens']:,} tokens.\n"
+        f"{tokens:,} supervised tokens.\nPerplexity on the whole held-out set of {after['num_tokens']:,} tokens.\n"
     )
     yield "| | perplexity |\n| --- | --- |"
     yield f"| `shoal evaluate`, before | {before['perplexity']:.4f} |"
-    yield f"| `shoal evaluate`, after | {after['perplexity']:.4f} |"
-    yield f"| `shoal export`, read by plain transformers | {result['transformers']['export']['perplexity']:.4f} |"
+    yield f"| validation in training, in packs | {result['training']['validation']['val_ppl']:.4f} |"
+    yield f"| `shoal evaluate`, after, in rows | {after['perplexity']:.4f} |"
+    yield f"| `shoal export`, read by plain transformers | {result['transformers']['perplexity']:.4f} |"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {

@@ -7,9 +7,10 @@ transformers and not Shoal reads the export and the texts and has to find the sa
     perplexity = exp( sum of token losses / number of supervised tokens ), texts cut into pieces of 256 tokens,
                  the first token of a piece is not supervised
 
-    python benchmarks/smollm2.py [--results FOLDER]
+    python benchmarks/smollm2.py [--results FOLDER] [--folder FOLDER]
 
-Takes about twenty minutes on two cores that do nothing else.
+Takes about twenty minutes on two cores that do nothing else. `--folder` keeps what has been done, and a second call
+goes on from there; every part names the commit it was measured at.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import argparse
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +40,54 @@ NUM_RANKS = 2
 DIGITS = 4
 
 
-def shoal(*words: str) -> float:
-    """Runs a command of Shoal in the repository; returns its CPU seconds over all ranks."""
+def shoal(*words: str) -> None:
+    """Runs a command of Shoal in the repository."""
     print(f"\n$ shoal {' '.join(words)}", flush=True)
-    before = _children_cpu_seconds()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "shoal.cli", *words], cwd=ROOT, env=environment, check=True)
-    return _children_cpu_seconds() - before
 
 
-def perplexity(model: str, folder: Path, *more: str) -> dict[str, Any]:
+def stage(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` finds, kept in a file: a second call with the same folder goes on where the first one stopped."""
+    if not file.is_file():
+        found = measure()
+        file.write_text(json.dumps({"commit": provenance("")["commit"], **found}) + "\n")
+    return dict(json.loads(file.read_text()))
+
+
+def evaluated(folder: Path, model: str, *more: str) -> dict[str, Any]:
     """What `shoal evaluate` says of a model or run."""
     answers = folder / "evaluation.jsonl"
     words = [f"pretrained_name={model}", "dtype=float32", f"output_manifest={answers}", *more]
-    seconds = shoal("evaluate", *words, "--nproc-per-node", str(NUM_RANKS))
+    shoal("evaluate", *words, "--nproc-per-node", str(NUM_RANKS))
     (line,) = answers.read_text().splitlines()
-    return {**json.loads(line), "cpu_seconds": seconds}
+    return dict(json.loads(line))
+
+
+def trained(run: Path) -> dict[str, Any]:
+    """Trains, and returns the history of the steps and what validation said at the end."""
+    shoal("train", CONFIG, f"checkpoint.checkpoint_dir={run}", "--nproc-per-node", str(NUM_RANKS))
+    steps, validations = (
+        [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("training", "validation")
+    )
+    return {"history": steps, "validation": validations[-1]}
+
+
+def exported(run: Path, folder: Path) -> dict[str, Any]:
+    """Exports, and compares the weights with those that the run consolidated itself."""
+    from safetensors.torch import load_file
+
+    shoal("export", str(run), str(folder))
+    (consolidated,) = run.glob("*/consolidated")
+    one, other = (load_file(path / "model.safetensors") for path in (folder, consolidated))
+    if one.keys() != other.keys() or not all(bool((one[name] == other[name]).all()) for name in one):
+        raise SystemExit(f"{folder} and {consolidated} are not the same weights")
+    return {"tensors": len(one)}
 
 
 def reference_perplexity(model: str, texts: str) -> dict[str, Any]:
-    """The same from transformers alone: one text, one piece, one forward after the other."""
+    """Perplexity from transformers alone: one text, one piece, one forward after the other."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,7 +108,7 @@ def reference_perplexity(model: str, texts: str) -> dict[str, Any]:
 
 
 def run_reference(model: Path) -> dict[str, Any]:
-    """`reference_perplexity` in a process of its own."""
+    """`reference_perplexity` in a process of its own, which never imports Shoal."""
     print(f"\n$ plain transformers reads {model}", flush=True)
     command = [sys.executable, __file__, "--reference", str(model)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -88,51 +117,41 @@ def run_reference(model: Path) -> dict[str, Any]:
 
 
 def same_digits(ours: float, theirs: float) -> bool:
-    """Whether two figures round to the same DIGITS digits, and differ by less than half a unit of the last one."""
+    """Whether two figures round to the same DIGITS digits, or differ by less than half a unit of the last one."""
     return f"{ours:.{DIGITS}g}" == f"{theirs:.{DIGITS}g}" or abs(ours / theirs - 1) < 0.5 * 10**-DIGITS
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Runs everything.
+    """Runs everything that is not in the folder yet.
 
     Raises:
         SystemExit: The perplexity did not fall, or transformers finds another one.
     """
     subprocess.run([sys.executable, "scripts/smollm2.py"], cwd=ROOT, check=True)
-    before = perplexity(MODEL, folder, f"inputs={HELD_OUT}", f"seq_length={LENGTH}")
     run, export = folder / "run", folder / "export"
-    ranks = ["--nproc-per-node", str(NUM_RANKS)]
-    seconds = shoal("train", CONFIG, f"checkpoint.checkpoint_dir={run}", *ranks)
-    after = perplexity(str(run), folder)
-    shoal("export", str(run), str(export))
-    exported, consolidated = run_reference(export), run_reference(next(run.glob("*/consolidated")))
-    check(before, after, exported, consolidated)
-    return {
-        "before": before,
-        "after": after,
-        "training_cpu_seconds": seconds,
-        "history": [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()],
-        "transformers": {"export": exported, "consolidated": consolidated},
+    data = (f"inputs={HELD_OUT}", f"seq_length={LENGTH}")
+    result = {
+        "before": stage(folder / "before.json", lambda: evaluated(folder, MODEL, *data)),
+        "training": stage(folder / "training.json", lambda: trained(run)),
+        "export": stage(folder / "export.json", lambda: exported(run, export)),
+        "transformers": stage(folder / "transformers.json", lambda: run_reference(export)),
+        "after": stage(folder / "after.json", lambda: evaluated(folder, str(run))),
     }
+    check(result["before"], result["after"], result["transformers"])
+    return result
 
 
-def check(before: dict[str, Any], after: dict[str, Any], *references: dict[str, Any]) -> None:
-    """Stops unless training helped and every reference agrees.
+def check(before: dict[str, Any], after: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Stops unless training helped and the reference agrees.
 
     Raises:
         SystemExit: With the figures that do not fit.
     """
     if after["perplexity"] >= before["perplexity"] or after["num_tokens"] != before["num_tokens"]:
         raise SystemExit(f"training did not help: {before} before, {after} after")
-    for reference in references:
-        same = same_digits(after["perplexity"], reference["perplexity"])
-        if not same or reference["num_tokens"] != after["num_tokens"]:
-            raise SystemExit(f"transformers finds {reference} where shoal evaluate finds {after}")
-
-
-def _children_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    same = same_digits(after["perplexity"], reference["perplexity"])
+    if not same or reference["num_tokens"] != after["num_tokens"]:
+        raise SystemExit(f"transformers finds {reference} where shoal evaluate finds {after}")
 
 
 def main() -> int:
@@ -140,14 +159,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of smollm2.json")
+    parser.add_argument("--folder", type=Path, help="folder of the run and of what has been measured")
     parser.add_argument("--reference", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reference is not None:
         print(json.dumps(reference_perplexity(options.reference, HELD_OUT)))
         return 0
     facts = provenance(__doc__ or "")
-    with tempfile.TemporaryDirectory() as folder:
-        result = {**facts, "ranks": NUM_RANKS, **measure(Path(folder))}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) if options.folder is None else options.folder.absolute()
+        folder.mkdir(exist_ok=True)
+        result = {**facts, "ranks": NUM_RANKS, **measure(folder)}
     options.results.mkdir(exist_ok=True)
     (options.results / "smollm2.json").write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(smollm2(result)))

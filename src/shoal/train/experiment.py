@@ -317,6 +317,6 @@ def logger_of(name: str, options: Mapping[str, Any], log_dir: Path, *, key: str)
 def _need_package(package: str, key: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"{key} = true needs the package {package}, which is not installed; "
-            f"install it (pip install {package}) or set {key}: false"
+            f"{key} needs the package {package}, which is not installed; "
+            f"install it (pip install {package}) or remove {key}"
         )
