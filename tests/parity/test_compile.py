@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from shoal.config.llm import CompileConfig
+from shoal.config.schema import FSDP2Config, ParallelismSizes
 from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.compile import compile_layers
 from tests.families import tiny_lm
@@ -23,6 +24,13 @@ LAYOUTS = {
         Layout("ddp2", 2, "ddp"),
         Layout("fsdp2", 2),
         Layout("fsdp2-checkpointing", 2, checkpoint_llm=True),
+        Layout(
+            "tp2-sp-checkpointing",
+            2,
+            sizes=ParallelismSizes(tp_size=2),
+            fsdp2=FSDP2Config(sequence_parallel=True),
+            checkpoint_llm=True,
+        ),
     )
 }
 
@@ -44,6 +52,7 @@ def expected(family: str) -> Record:
     [
         ("llama", "ddp2"),
         ("llama", "fsdp2-checkpointing"),
+        ("llama", "tp2-sp-checkpointing"),
         pytest.param("gemma3", "fsdp2-checkpointing", marks=pytest.mark.slow),
         pytest.param("qwen3-moe", "fsdp2", marks=pytest.mark.slow),
     ],

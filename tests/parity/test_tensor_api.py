@@ -55,6 +55,41 @@ def load_and_run(
     return float(loss), gradients, tokens.flatten().tolist()
 
 
+def spread_by_hand(
+    rank: int, world: int, plan: dict[str, str] | None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    setup = shoal.DistributedSetup.build(parallelism_sizes=ParallelismSizes(tp_size=world))
+    manager = shoal.FSDP2Manager(FSDP2Config(tp_plan=plan), setup.mesh_context)
+    model = manager.parallelize(tiny_lm("llama-tied", torch.float64))
+    with gradient_sync(model):
+        loss = loss_of(model)
+        loss.backward()
+    return float(loss), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+PLANS: list[dict[str, str] | None] = [
+    None,
+    {
+        "model.embed_tokens": "embedding_rowwise",
+        "lm_head": "colwise_rep",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+    },
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["family", "own"])
+def test_a_manager_cuts_a_model_that_has_its_weights(ranks: RankRunner, plan: dict[str, str] | None) -> None:
+    plain = tiny_lm("llama-tied", torch.float64)
+    loss = loss_of(plain)
+    loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for actual, gradients in ranks(spread_by_hand, 2, plan):
+        assert actual == pytest.approx(float(loss), rel=1e-10)
+        assert max(relative_errors(gradients, expected).values()) < 1e-10
+
+
 @pytest.mark.parametrize("family", ["llama-odd", "gpt-oss", "phi3", "qwen3-moe"])
 @pytest.mark.parametrize(("sequence_parallel", "dp_size"), [(False, 1), (True, 2)])
 def test_a_checkpoint_in_slices_is_the_model(

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
+from shoal.config.errors import ConfigError, Finding
 from shoal.config.schema import DDPConfig, FSDP2Config
 from shoal.mesh.axes import MeshAxisName
 from shoal.mesh.context import MeshContext
@@ -21,6 +23,7 @@ from shoal.parallel.activation_checkpointing import checkpoint_activations
 from shoal.parallel.ddp import replicate_in_place
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
 from shoal.parallel.model import ParallelModel
+from shoal.parallel.tensor import TensorParallel, shard_tensor_parallel
 
 _ATTRIBUTE = "_shoal_parallel"
 
@@ -64,13 +67,29 @@ class FSDP2Manager:
     mesh_context: MeshContext
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Shards `model` in place and returns it; collective. Every rank must hold the same values."""
+        """Shards `model` in place and returns it; collective. Every rank must hold the same values.
+
+        Raises:
+            ConfigError: With tp_size > 1, `model` cannot be cut over tensor-parallel ranks.
+        """
+        state = self._cut(model) if self.mesh_context.tp_size > 1 else None
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
         shard_fsdp2(model, self.mesh_context.fsdp_mesh(), self.config, self.config.mp_policy)
         assert isinstance(model, FSDPModule)
         group = self.mesh_context.group(MeshAxisName.DP)
-        return remember(fsdp2_model(model, group, device_of(self.mesh_context), self.config))
+        return remember(fsdp2_model(model, group, device_of(self.mesh_context), self.config, state))
+
+    def _cut(self, model: nn.Module) -> TensorParallel:
+        if not isinstance(model, PreTrainedModel):
+            limit = "1: only causal language models of transformers have a plan for their layers"
+            raise ConfigError([Finding("tp-plan", "tp_size", self.mesh_context.tp_size, limit, "tp_size: 1")])
+        mesh = self.mesh_context.mesh(MeshAxisName.TP)
+        state = shard_tensor_parallel(
+            model, mesh, sequence_parallel=self.config.sequence_parallel, plan=self.config.tp_plan
+        )
+        state.full_logits = True
+        return state
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,7 @@ def _misfits(model: PreTrainedModel, plan: ResolvedPlan, tp_size: int) -> Iterat
         yield _indivisible("attention heads", queries, tp_size)
     if key_values % tp_size and tp_size % key_values:
         yield _indivisible("key-value heads", key_values, tp_size)
+    yield from _open_blocks(plan)
     for name in filter(None, (plan.embedding, plan.head)):
         rows = base_of(model.get_submodule(name)).weight.shape[0]
         if chunk_size(rows, tp_size) * (tp_size - 1) >= rows:
@@ -209,6 +210,21 @@ def _misfits(model: PreTrainedModel, plan: ResolvedPlan, tp_size: int) -> Iterat
     if tied and (plan.embedding is None) is not (plan.head is None):
         limit = "both the embedding and the head, which are tied, or none"
         yield Finding("tp-plan-tied", KEY, plan.embedding or plan.head, limit, "name both")
+
+
+def _open_blocks(plan: ResolvedPlan) -> Iterator[Finding]:
+    """Local features that nothing sums up again, or a sum of features that nobody has cut."""
+    blocks: dict[str, set[str]] = {}
+    for name, style in plan.styles.items():
+        blocks.setdefault(name.rpartition(".")[0], set()).add(style)
+    for block, styles in blocks.items():
+        opened = bool(styles & {"colwise", "fused_qkv", "fused_gate_up"})
+        if opened is not ("rowwise" in styles):
+            limit = "colwise projections and a rowwise one in the same module"
+            found = f"{block}: {', '.join(sorted(styles))}"
+            yield Finding(
+                "tp-plan-block", KEY, found, limit, f"add the {'rowwise' if opened else 'colwise'} one"
+            )
 
 
 def _indivisible(noun: str, count: int, tp_size: int) -> Finding:
