@@ -129,7 +129,10 @@ def reference_vocab_parallel_losses(
 
 
 class _VocabParallelLosses(torch.autograd.Function):
-    """Losses and their gradient in one pass; backward only scales what forward has computed."""
+    """Losses and their gradient in one pass, where the logits were; backward only scales what forward has computed.
+
+    The logits are rows picked for this function alone, so that it may overwrite them.
+    """
 
     @staticmethod
     def forward(
@@ -143,7 +146,7 @@ class _VocabParallelLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = with_gradient and ctx.needs_input_grad[0]
         losses, correct, gradient = losses_and_gradient(
-            logits.to(accumulation_dtype(logits), copy=True),
+            logits.to(accumulation_dtype(logits)),
             labels,
             vocab,
             label_smoothing=label_smoothing,
