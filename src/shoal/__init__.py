@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shoal.config import load_config
     from shoal.config.schema import DDPConfig, FSDP2Config, MegatronFSDPConfig, ParallelismSizes
+    from shoal.data.broadcast import BroadcastingDataLoader
     from shoal.mesh import MeshAxisName, MeshContext, initialize_distributed
     from shoal.models.auto import AutoModelForCausalLM
     from shoal.parallel.managers import DDPManager, FSDP2Manager, gradient_sync
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "AutoModelForCausalLM": "shoal.models.auto",
     "AutomodelParallelStrategy": "shoal.train.strategy",
+    "BroadcastingDataLoader": "shoal.data.broadcast",
     "DDPConfig": "shoal.config.schema",
     "DDPManager": "shoal.parallel.managers",
     "DistributedSetup": "shoal.parallel.setup",
@@ -52,6 +54,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "AutoModelForCausalLM",
     "AutomodelParallelStrategy",
+    "BroadcastingDataLoader",
     "DDPConfig",
     "DDPManager",
     "DistributedSetup",
