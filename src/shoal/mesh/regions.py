@@ -85,10 +85,15 @@ def chunk_bounds(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * size, length), min((rank + 1) * size, length)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result: Tensor = _uncompiled(function, *arguments)
     return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """A compiled graph breaks here: it knows neither the function's collectives nor its gradient."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _all_reduced(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -187,7 +192,9 @@ class _GatherFeatures(torch.autograd.Function):
         columns = F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
         gathered = columns.new_empty(group.size() * columns.shape[0], *columns.shape[1:])
         dist.all_gather_single(gathered, columns, group=group)
-        return gathered.view(group.size(), *columns.shape).movedim(0, -2).flatten(-2)[..., :total].contiguous()
+        return (
+            gathered.view(group.size(), *columns.shape).movedim(0, -2).flatten(-2)[..., :total].contiguous()
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -57,6 +57,7 @@ def _key_value_heads(config: Config, facts: Facts) -> Iterator[Broken]:
 
 def _fsdp2_options(config: Config) -> tuple[str, FSDP2Config | None]:
     """Returns the key of the strategy's options and the options, when they are FSDP2's."""
+    options: object = None
     if isinstance(config, LLMConfig):
         key, options = "distributed", config.distributed.options
     else:

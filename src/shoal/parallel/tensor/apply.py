@@ -39,8 +39,8 @@ from shoal.parallel.tensor.styles import (
     Row,
     Rows,
     VocabEmbedding,
-    base_of,
     head_rows,
+    num_rows,
 )
 
 
@@ -130,7 +130,7 @@ class TensorParallel:
             _device_of(self.group, home)
         )  # offloaded gradients live on the host, the group may not
         dist.all_reduce(flat, group=self.group)
-        parts = flat.to(home).split([gradient.numel() for gradient in gradients])
+        parts = torch.split(flat.to(home), [gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
@@ -175,7 +175,7 @@ def shard_tensor_parallel(
 def _vocab_shard(model: PreTrainedModel, plan: ResolvedPlan, group: ProcessGroup) -> VocabShard | None:
     if plan.head is None:
         return None
-    total = base_of(model.get_submodule(plan.head)).weight.shape[0]
+    total = num_rows(model.get_submodule(plan.head))
     start, end = regions.chunk_bounds(total, group.size(), group.rank())
     return VocabShard(group, start, end - start, total)
 
@@ -194,13 +194,13 @@ def _styles(
         elif style.startswith("fused"):
             styles[name] = Rows(_fused_rows(model, name, style, state))
         elif shares_key_values(model, name, state.size):
-            rows = base_of(model.get_submodule(name)).weight.shape[0]
+            rows = num_rows(model.get_submodule(name))
             styles[name] = Rows([head_rows(rows, num_heads(model)[1], state.size, state.rank)])
         else:
             styles[name] = Column(cutter)
     styles |= {owner: PerHead(cutter, names) for owner, names in per_head.items()}
     if plan.embedding is not None:
-        rows = base_of(model.get_submodule(plan.embedding)).weight.shape[0]
+        rows = num_rows(model.get_submodule(plan.embedding))
         bounds = regions.chunk_bounds(rows, state.size, state.rank)
         styles[plan.embedding] = VocabEmbedding(cutter, partial(regions.reduce, group=state.group), *bounds)
     if plan.head is not None:
@@ -212,7 +212,7 @@ def _fused_rows(
     model: PreTrainedModel, name: str, style: str, state: TensorParallel
 ) -> list[tuple[int, int]]:
     """The rows of this rank in projections that are stacked in one."""
-    rows: int = base_of(model.get_submodule(name)).weight.shape[0]
+    rows = num_rows(model.get_submodule(name))
     queries, key_values = num_heads(model)
     width = rows // (queries + 2 * key_values)
     heads = (queries, key_values, key_values)

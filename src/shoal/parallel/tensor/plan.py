@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from shoal.config.errors import ConfigError, Finding
 from shoal.mesh.regions import chunk_size
 from shoal.parallel.tensor.families import FAMILY_PLANS, Plan
-from shoal.parallel.tensor.styles import base_of
+from shoal.parallel.tensor.styles import base_of, num_rows
 
 STYLES = ("colwise", "rowwise", "fused_qkv", "fused_gate_up", "per_head", "embedding", "head")
 
@@ -187,7 +187,7 @@ def _name_of(model: PreTrainedModel, getter: str) -> str | None:
     wanted = getattr(model, getter)()
     for name, module in model.named_modules(remove_duplicate=False):
         if wanted is not None and base_of(module) is base_of(wanted) and ".base_layer" not in f".{name}":
-            return name
+            return str(name)
     return None
 
 
@@ -200,13 +200,14 @@ def _misfits(model: PreTrainedModel, plan: ResolvedPlan, tp_size: int) -> Iterat
         yield _indivisible("key-value heads", key_values, tp_size)
     yield from _open_blocks(plan)
     for name in filter(None, (plan.embedding, plan.head)):
-        rows = base_of(model.get_submodule(name)).weight.shape[0]
+        rows = num_rows(model.get_submodule(name))
         if chunk_size(rows, tp_size) * (tp_size - 1) >= rows:
             yield _indivisible("rows of the vocabulary", rows, tp_size)
     if plan.embedding is not None and hasattr(model.get_submodule(plan.embedding), "base_layer"):
         limit = "no adapter on the input embedding, whose rows are cut"
         yield Finding("tp-embedding-adapter", "tp_size", tp_size, limit, "leave it out of target_modules")
-    tied = model.get_input_embeddings().weight is getattr(model.get_output_embeddings(), "weight", None)
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = model.get_input_embeddings().weight is getattr(head, "weight", None)
     if tied and (plan.embedding is None) is not (plan.head is None):
         limit = "both the embedding and the head, which are tied, or none"
         yield Finding("tp-plan-tied", KEY, plan.embedding or plan.head, limit, "name both")

@@ -176,6 +176,13 @@ def base_of(module: nn.Module) -> nn.Module:
     return base
 
 
+def num_rows(module: nn.Module) -> int:
+    """Output features of a linear layer, or rows of an embedding; adapted or not."""
+    weight = base_of(module).weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
 def adapter(module: nn.Module, part: str) -> list[nn.Module]:
     """The linear layers ``lora_A`` or ``lora_B`` of an adapted layer; none without an adapter."""
     parts: Mapping[str, nn.Module] = getattr(module, part, None) or {}
@@ -215,4 +222,5 @@ __all__ = [
     "adapter",
     "base_of",
     "head_rows",
+    "num_rows",
 ]
