@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
-from shoal.config.schema import FSDP2Config, ParallelismSizes
+from shoal.config.schema import FSDP2Config, MixedPrecisionConfig, OffloadConfig, ParallelismSizes
 from tests.parity.harness import Case, Layout, Record, assert_parity, reference, run_layout
 from tests.parity.text import text_case
 from tests.zygote import RankRunner
@@ -27,6 +28,12 @@ LAYOUTS = {
             4,
             sizes=TP2,
             fsdp2=FSDP2Config(sequence_parallel=True, defer_fsdp_grad_sync=False),
+        ),
+        Layout(
+            "dp2-tp2-offload",
+            4,
+            sizes=TP2,
+            fsdp2=FSDP2Config(offload_policy=OffloadConfig(pin_memory=False), reshard_after_forward=False),
         ),
         Layout("hsdp2x2-tp2", 8, sizes=ParallelismSizes(tp_size=2, dp_replicate_size=2)),
         Layout("hsdp2x2-tp2-sp", 8, sizes=ParallelismSizes(tp_size=2, dp_replicate_size=2), fsdp2=SP),
@@ -83,3 +90,15 @@ def test_layout_never_changes_the_numbers(ranks: RankRunner, case: str, layout: 
     row = LAYOUTS[layout]
     actual = ranks(run_layout, row.world, CASES[case], row)[0]
     assert_parity(actual, expected(case), CASES[case])
+
+
+def test_mixed_precision_stays_near(ranks: RankRunner) -> None:
+    """bf16 layers and fp32 sums: no proof, but a wrong cast would show."""
+    policy = FSDP2Config(sequence_parallel=True, mp_policy=MixedPrecisionConfig(output_dtype=None))
+    case = text_case("llama-odd", dtype=torch.float32, optimizer="sgd")
+    actual = ranks(run_layout, 4, case, Layout("bf16", 4, sizes=TP2, fsdp2=policy))[0]
+    whole = reference(case)
+    assert actual.losses == pytest.approx(whole.losses, rel=0.02)
+    assert actual.norms == pytest.approx(whole.norms, rel=0.05)
+    assert actual.losses != whole.losses
+    assert {gradient.dtype for gradient in actual.gradients[0].values()} == {torch.float32}
