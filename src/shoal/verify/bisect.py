@@ -38,25 +38,30 @@ def find_cause(
         failed: How ranks failed; None when they did not.
         timeout: Of one run, in seconds.
     """
-    necessary = tuple(v.name for v in variants(task, layout) if not _is_wrong(v, timeout))
+    plain = _plain(task, timeout)
+    necessary = tuple(
+        variant.name
+        for variant in variants(task, layout)
+        if not _is_wrong(variant, plain if variant.task is task else _plain(variant.task, timeout), timeout)
+    )
     if comparison is None:
         assert failed is not None
         kind = "hang" if all(f.reason in ("hung", "stopped") for f in failed.failures) else "crash"
         return Cause(kind, str(failed), necessary)
-    plain, parts, names = _alone(task, timeout)
+    module, parts, names = _alone(task, timeout)
     ranks = run_ranks(lambda rank: train_on_mesh(task, layout, capture=True), layout.world, timeout=timeout)
-    dp, tp, bound = layout.axes["dp"], layout.axes["tp"], comparison.tolerance
+    axes, bound = layout.axes, comparison.tolerance
     evidence = Evidence(
         comparison,
         plain,
         ranks,
         parts,
-        layout.axes,
+        axes,
         task.max_norm,
         necessary,
-        first_output(ranks, parts.captured, dp, tp, bound),
-        last_gradient(ranks, parts.captured, names, dp, tp, bound),
-        _module_differs(task, plain, comparison, timeout),
+        first_output(ranks, parts.captured, axes, bound),
+        last_gradient(ranks, parts.captured, names, axes, bound),
+        _module_differs(plain, module, comparison.tolerance),
     )
     return infer(evidence)
 
@@ -101,10 +106,13 @@ def _without(layout: MeshLayout, axis: str) -> MeshLayout:
     return changed
 
 
-def _is_wrong(variant: Variant, timeout: float) -> bool:
+def _plain(task: Task, timeout: float) -> Record:
+    return run_ranks(lambda rank: train_plain(task), 1, timeout=timeout, group=False)[0]
+
+
+def _is_wrong(variant: Variant, plain: Record, timeout: float) -> bool:
     """Whether a variant fails, too."""
     task, layout = variant.task, variant.layout
-    plain = run_ranks(lambda rank: train_plain(task), 1, timeout=timeout, group=False)[0]
     try:
         ranks = run_ranks(lambda rank: train_on_mesh(task, layout), layout.world, timeout=timeout)
     except RanksFailed:
@@ -124,14 +132,11 @@ def _alone(task: Task, timeout: float) -> tuple[Record, Contributions, list[str]
     return run_ranks(run, 1, timeout=timeout, group=False)[0]
 
 
-def _module_differs(task: Task, module: Record, comparison: Comparison, timeout: float) -> bool:
-    """Whether the trainable module is wrong by itself, in one process."""
-    if task.plain_loss is None:
-        return False
-    plain = run_ranks(lambda rank: train_plain(task), 1, timeout=timeout, group=False)[0]
+def _module_differs(plain: Record, module: Record, tolerance: float) -> bool:
+    """Whether the trainable module is wrong by itself, in one process: against another way to the same loss."""
     errors = tensor_errors([module.gradients[0]], plain.gradients[0]).values()
     loss = abs(module.losses[0] - plain.losses[0]) / max(abs(plain.losses[0]), 1e-300)
-    return loss > comparison.tolerance or any(not worst.error <= comparison.tolerance for worst in errors)
+    return loss > tolerance or any(not worst.error <= tolerance for worst in errors)
 
 
 __all__ = ["Variant", "find_cause", "variants"]

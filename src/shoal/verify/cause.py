@@ -139,6 +139,11 @@ def _tokens(evidence: Evidence) -> _Guess | None:
     plain, layout = evidence.comparison.tokens[0]
     if plain == layout:
         return None
+    counts = {rank.coordinate.dp: rank.record.tokens[0] for rank in evidence.ranks}
+    if len(counts) > 1 and sum(counts.values()) == plain:
+        own = sorted(counts.values())
+        words = f"each data-parallel rank divides by its own supervised tokens, {own}, not by {plain}"
+        return "local-token-mean", words, _wrong_gradients(evidence)
     words = f"the step counts {layout} supervised tokens instead of {plain}"
     return "token-count", words + f" ({layout / max(plain, 1):.4g} times)", _wrong_gradients(evidence)
 
@@ -147,6 +152,10 @@ def _forward(evidence: Evidence) -> _Guess | None:
     comparison = evidence.comparison
     plain, layout, error = comparison.losses[0]
     names = _wrong_gradients(evidence)
+    if evidence.output is not None and evidence.output.tokens is not None:
+        have, want = evidence.output.tokens
+        words = f"tokens are lost: {have} of {want} are left in the output of {evidence.output}"
+        return "truncated", words, names
     if evidence.output is not None:
         return "forward", f"the forward differs, first in the output of {evidence.output}", names
     if error <= comparison.tolerance:

@@ -21,27 +21,34 @@ class Difference:
         micro_batch: Number of the global micro-batch.
         rank: The rank that saw it.
         error: Relative error.
+        tokens: Tokens that are left, and that there should be, when these differ.
     """
 
     module: str
     micro_batch: int
     rank: int
     error: float
+    tokens: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.module} (micro-batch {self.micro_batch}, rank {self.rank}, error {self.error:.1e})"
 
 
 def first_output(
-    ranks: Sequence[RankRecord], plain: Sequence[Captured], dp_size: int, tp_size: int, tolerance: float
+    ranks: Sequence[RankRecord], plain: Sequence[Captured], axes: Mapping[str, int], tolerance: float
 ) -> Difference | None:
     """The first module whose output differs, over all ranks and micro-batches of the first step; None without one."""
     found: list[tuple[int, Difference]] = []
-    for rank, index, captured in _runs(ranks, len(plain), dp_size):
+    tp_size, cp_size = axes["tp"], axes["cp"]
+    for rank, index, captured in _runs(ranks, len(plain), axes["dp"]):
         expected = plain[index].outputs
         order = list(expected)
         largest = largest_entry(expected)
         for name in order:
+            lost = None if cp_size > 1 else _lost_tokens(captured.outputs, expected, name, tp_size)
+            if lost is not None:
+                found.append((order.index(name), Difference(name, index, rank, float("inf"), lost)))
+                break
             pair = _comparable(captured.outputs, expected, name, ranks[rank].coordinate.tp, tp_size)
             if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
                 found.append((order.index(name), Difference(name, index, rank, error)))
@@ -49,22 +56,31 @@ def first_output(
     return min(found, key=lambda item: item[0])[1] if found else None
 
 
+def _lost_tokens(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, tp_size: int
+) -> tuple[int, int] | None:
+    """Tokens of a rank's output [B, T, ...] and of the whole one, when they are neither all nor a rank's share."""
+    if name not in actual or actual[name].dim() != 3 or expected[name].dim() != 3:
+        return None
+    have, want = actual[name].shape[1], expected[name].shape[1]
+    return None if have in (want, -(-want // tp_size)) or have > want else (have, want)
+
+
 def last_gradient(
     ranks: Sequence[RankRecord],
     plain: Sequence[Captured],
     layers: Sequence[str],
-    dp_size: int,
-    tp_size: int,
+    axes: Mapping[str, int],
     tolerance: float,
 ) -> Difference | None:
     """The first of `layers` in the order of the *backward* to whose output a wrong gradient comes back."""
     found: list[tuple[int, Difference]] = []
-    for rank, index, captured in _runs(ranks, len(plain), dp_size):
+    for rank, index, captured in _runs(ranks, len(plain), axes["dp"]):
         expected = plain[index].gradients
         largest = largest_entry(expected)
         order = [name for name in reversed(list(plain[index].outputs)) if name in layers]
         for name in order:
-            pair = _comparable(captured.gradients, expected, name, ranks[rank].coordinate.tp, tp_size)
+            pair = _comparable(captured.gradients, expected, name, ranks[rank].coordinate.tp, axes["tp"])
             if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
                 found.append((order.index(name), Difference(name, index, rank, error)))
                 break

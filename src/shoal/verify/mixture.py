@@ -75,6 +75,10 @@ def missing_sum(
     names: Sequence[str],
 ) -> str | None:
     """The axis over which the gradients of peers still have to be added to be right; None when there is none."""
+    if not ranks_disagree(
+        gradients, names
+    ):  # all have the same wrong value: nothing is missing on some of them
+        return None
     largest = largest_entry(expected)
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "dp"):
         peers = [group for group in _peers(ranks, axis) if len(group) > 1]

@@ -26,6 +26,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.config.errors import ConfigError, Finding
+
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.005
@@ -41,12 +43,14 @@ class Failure:
         reason: ``raised``, ``ended`` (the process died), ``hung`` or ``stopped`` (killed after a peer failed).
         error: Last line of the traceback, or what is known instead.
         output: Traceback, and the end of what the rank wrote; for one that hung, the stacks of its threads.
+        findings: What the rank refused, when it raised a `ConfigError`.
     """
 
     rank: int
     reason: str
     error: str
     output: str
+    findings: tuple[Finding, ...] = ()
 
 
 class RanksFailed(RuntimeError):
@@ -57,6 +61,12 @@ class RanksFailed(RuntimeError):
         # A rank that was merely stopped says nothing about the cause.
         self.first = next((f for f in failures if f.reason != "stopped"), failures[0])
         super().__init__(f"rank {self.first.rank} {self.first.reason}: {self.first.error}")
+
+    @property
+    def refused(self) -> tuple[Finding, ...]:
+        """What all ranks refused alike, before they trained; empty when anything else happened."""
+        findings = {failure.findings for failure in self.failures}
+        return findings.pop() if len(findings) == 1 else ()
 
 
 @dataclass(frozen=True)
@@ -181,9 +191,10 @@ def _be_rank(job: _Job[Any], rank: int) -> None:
             outcome: Any = (job.function(rank),)
             data = pickle.dumps(outcome)
         except BaseException as error:
-            last = traceback.format_exception_only(error)[-1].strip()
+            last = f"{type(error).__name__}: {error}"
             text = traceback.format_exc() + _output(job, rank)
-            data = pickle.dumps(Failure(rank, "raised", last, text))
+            findings = tuple(error.findings) if isinstance(error, ConfigError) else ()
+            data = pickle.dumps(Failure(rank, "raised", last, text, findings))
         partial = job.scratch / f"partial.{rank}"
         partial.write_bytes(data)
         partial.rename(job.scratch / f"report.{rank}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.config.seeds import derive_seed
 from shoal.data.batch import MicroBatch
 from shoal.models.assemble import Numerics, assemble
+from shoal.models.dropout import dropout_step
 from shoal.speech.batch_norm import update_running_statistics
 from shoal.verify.capture import Capture, Captured
 from shoal.verify.record import Record, full_tensors, saved_buffers
@@ -39,9 +40,10 @@ def train_plain(task: Task, *, plain_loss: bool = True) -> Record:
         batches = task.draw(step)
         tokens = supervised_tokens(batches)
         total = 0.0
-        for loss in losses_of(task, module, batches, step, plain_loss=plain_loss):
-            (loss / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach()) / max(tokens, 1)
+        with dropout_step(module, task.seed, step):
+            for loss in losses_of(task, module, batches, step, plain_loss=plain_loss):
+                (loss / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach()) / max(tokens, 1)
         record.gradients.append(full_tensors(module, lambda parameter: parameter.grad))
         limit = float("inf") if task.max_norm is None else task.max_norm
         norm = nn.utils.clip_grad_norm_(parameters, limit)
@@ -95,9 +97,10 @@ def contributions(task: Task) -> Contributions:
     tokens = supervised_tokens(batches)
     gradients: list[Mapping[str, Tensor]] = []
     capture = Capture(module)
-    for loss in losses_of(task, module, batches, 0, plain_loss=False):
-        (loss / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
-        gradients.append(full_tensors(module, lambda parameter: parameter.grad))
-        module.zero_grad()
-        capture.next()
+    with dropout_step(module, task.seed, 0):
+        for loss in losses_of(task, module, batches, 0, plain_loss=False):
+            (loss / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
+            gradients.append(full_tensors(module, lambda parameter: parameter.grad))
+            module.zero_grad()
+            capture.next()
     return Contributions(gradients, [supervised_tokens([batch]) for batch in batches], capture.taken)

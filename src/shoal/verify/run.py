@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from shoal.config import LoadOptions, load
+from shoal.config import ConfigError, LoadOptions, load
 from shoal.verify.bisect import find_cause
 from shoal.verify.compare import compare
 from shoal.verify.parity import train_on_mesh
@@ -40,7 +41,7 @@ class VerifyOptions:
 
 
 def verify(
-    source: str | Path,
+    source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
     load_options: LoadOptions = LoadOptions(),  # noqa: B008 (frozen)
@@ -48,8 +49,15 @@ def verify(
 ) -> Report:
     """Verifies the layout of a configuration; forks this process, which must have a single thread.
 
+    Args:
+        source: Path of a YAML file, or its data.
+        overrides: Of its keys.
+        load_options: What the command line allows.
+        options: How to verify.
+
     Raises:
-        ConfigError: The configuration is refused, or its layout fits no world of this size.
+        ConfigError: The configuration is refused, by its rules or by every rank that was to train it; or its layout
+            fits no world of this size.
         ValueError: An architecture cannot be had or made small, or this process cannot be forked.
     """
     started = time.monotonic()
@@ -62,7 +70,8 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         prepared = prepare(loaded.config, scaled, Path(folder), options.sources)
         report = check(prepared, options)
-    report.name, report.configured = str(source), scaled.configured
+    report.name = "a configuration" if isinstance(source, Mapping) else str(source)
+    report.configured = scaled.configured
     report.seconds = time.monotonic() - started
     return report
 
@@ -76,6 +85,8 @@ def check(prepared: Prepared, options: VerifyOptions) -> Report:
         ranks = run_ranks(lambda rank: train_on_mesh(task, layout), layout.world, timeout=options.timeout)
         report.comparison = compare(task, plain, ranks)
     except RanksFailed as failed:
+        if failed.refused:
+            raise ConfigError(failed.refused) from failed
         report.failed = failed
     if not report.passed and options.bisect:
         report.cause = find_cause(task, layout, report.comparison, report.failed, options.timeout)

@@ -42,7 +42,7 @@ def read_architecture(
             )
         return _from_folder(folder, trust_remote_code)
     if isinstance(name, Mapping):
-        fields = {field: list(v) if isinstance(v, tuple) else v for field, v in name.items()}
+        fields = _thawed(name)
         config: PreTrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
         return config
     if Path(name).is_dir():
@@ -55,6 +55,13 @@ def read_architecture(
             f"({type(error).__name__}); repair: {option} FOLDER, with the model's config.json in it (weights are "
             "not needed)"
         ) from error
+
+
+def _thawed(value: Any) -> Any:
+    """Frozen mappings and tuples of a configuration as the dicts and lists that transformers fills in."""
+    if isinstance(value, Mapping):
+        return {name: _thawed(item) for name, item in value.items()}
+    return [_thawed(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
