@@ -89,16 +89,17 @@ def checkpoint(result: dict[str, Any]) -> Iterable[str]:
 def smollm2(result: dict[str, Any]) -> Iterable[str]:
     """A real model on real text, checked by plain transformers."""
     before, after, history = result["before"], result["after"], result["training"]["history"]
-    tokens = sum(step["num_tokens"] for step in history)
+    whole, compared = f"{before['num_tokens']:,}", f"{after['num_tokens']:,}"
     yield (
         f"SmolLM2-135M-Instruct, all weights, {len(history)} steps of packs on {result['ranks']} FSDP2 ranks: "
-        f"{tokens:,} supervised tokens.\nPerplexity on the whole held-out set of {after['num_tokens']:,} tokens.\n"
+        f"{sum(step['num_tokens'] for step in history):,} supervised tokens.\n"
     )
-    yield "| | perplexity |\n| --- | --- |"
-    yield f"| `shoal evaluate`, before | {before['perplexity']:.4f} |"
-    yield f"| validation in training, in packs | {result['training']['validation']['val_ppl']:.4f} |"
-    yield f"| `shoal evaluate`, after, in rows | {after['perplexity']:.4f} |"
-    yield f"| `shoal export`, read by plain transformers | {result['transformers']['perplexity']:.4f} |"
+    yield "| | held-out tokens | perplexity |\n| --- | --- | --- |"
+    yield f"| before: `shoal evaluate`, in rows | all {whole} | {before['perplexity']:.4f} |"
+    packs = result["training"]["validation"]["val_ppl"]
+    yield f"| after: validation in training, in packs | all {whole} | {packs:.4f} |"
+    yield f"| after: `shoal evaluate`, in rows | {compared} | {after['perplexity']:.4f} |"
+    yield f"| `shoal export`, plain transformers | {compared} | {result['transformers']['perplexity']:.4f} |"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {

@@ -1,13 +1,14 @@
 """Fine-tunes SmolLM2-135M as examples/llm/smollm2_135m.yaml says, and lets plain transformers check the outcome.
 
 What a user would do, command by command: fetch weights and texts, `shoal evaluate`, `shoal train` on two FSDP2 ranks
-with packing, `shoal evaluate`, `shoal export`. The whole held-out set is evaluated each time. Then a process that knows
-transformers and not Shoal reads the export and the texts and has to find the same perplexity.
+with packing, `shoal export`, `shoal evaluate`. Before and after are measured on the whole held-out set. A process that
+knows transformers and not Shoal reads the export and the texts and has to find the perplexity that `shoal evaluate`
+finds.
 
     perplexity = exp( sum of token losses / number of supervised tokens ), texts cut into pieces of 256 tokens,
                  the first token of a piece is not supervised
 
-    python benchmarks/smollm2.py [--results FOLDER] [--folder FOLDER]
+    python benchmarks/smollm2.py [--results FOLDER] [--folder FOLDER] [--texts N]
 
 Takes about twenty minutes on two cores that do nothing else. `--folder` keeps what has been done, and a second call
 goes on from there; every part names the commit it was measured at.
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,10 +57,11 @@ def stage(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
 
 
-def evaluated(folder: Path, model: str, *more: str) -> dict[str, Any]:
-    """What `shoal evaluate` says of a model or run."""
+def evaluated(folder: Path, model: str, texts: Path) -> dict[str, Any]:
+    """What `shoal evaluate` says of a model or run on a folder of texts, in rows."""
     answers = folder / "evaluation.jsonl"
-    words = [f"pretrained_name={model}", "dtype=float32", f"output_manifest={answers}", *more]
+    words = [f"pretrained_name={model}", "dtype=float32", f"output_manifest={answers}"]
+    words += [f"inputs={texts}", f"seq_length={LENGTH}"]
     shoal("evaluate", *words, "--nproc-per-node", str(NUM_RANKS))
     (line,) = answers.read_text().splitlines()
     return dict(json.loads(line))
@@ -107,10 +110,10 @@ def reference_perplexity(model: str, texts: str) -> dict[str, Any]:
     return {"perplexity": math.exp(total / count), "num_tokens": count}
 
 
-def run_reference(model: Path) -> dict[str, Any]:
+def run_reference(model: Path, texts: Path) -> dict[str, Any]:
     """`reference_perplexity` in a process of its own, which never imports Shoal."""
     print(f"\n$ plain transformers reads {model}", flush=True)
-    command = [sys.executable, __file__, "--reference", str(model)]
+    command = [sys.executable, __file__, "--reference", str(model), str(texts)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -121,37 +124,54 @@ def same_digits(ours: float, theirs: float) -> bool:
     return f"{ours:.{DIGITS}g}" == f"{theirs:.{DIGITS}g}" or abs(ours / theirs - 1) < 0.5 * 10**-DIGITS
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, num_texts: int | None) -> dict[str, Any]:
     """Runs everything that is not in the folder yet.
 
     Raises:
         SystemExit: The perplexity did not fall, or transformers finds another one.
     """
     subprocess.run([sys.executable, "scripts/smollm2.py"], cwd=ROOT, check=True)
-    run, export = folder / "run", folder / "export"
-    data = (f"inputs={HELD_OUT}", f"seq_length={LENGTH}")
+    run, export, texts = folder / "run", folder / "export", chosen_texts(folder, num_texts)
     result = {
-        "before": stage(folder / "before.json", lambda: evaluated(folder, MODEL, *data)),
+        "before": stage(folder / "before.json", lambda: evaluated(folder, MODEL, ROOT / HELD_OUT)),
         "training": stage(folder / "training.json", lambda: trained(run)),
         "export": stage(folder / "export.json", lambda: exported(run, export)),
-        "transformers": stage(folder / "transformers.json", lambda: run_reference(export)),
-        "after": stage(folder / "after.json", lambda: evaluated(folder, str(run))),
+        "transformers": stage(
+            folder / f"{texts.name}-transformers.json", lambda: run_reference(export, texts)
+        ),
+        "after": stage(folder / f"{texts.name}-after.json", lambda: evaluated(folder, str(run), texts)),
     }
-    check(result["before"], result["after"], result["transformers"])
+    check(result)
     return result
 
 
-def check(before: dict[str, Any], after: dict[str, Any], reference: dict[str, Any]) -> None:
+def chosen_texts(folder: Path, num_texts: int | None) -> Path:
+    """A folder with the shortest `num_texts` of the held-out texts; None means all."""
+    found = sorted((ROOT / HELD_OUT).glob("*.txt"), key=lambda path: path.stat().st_size)[:num_texts]
+    chosen = folder / f"texts-{len(found)}"
+    chosen.mkdir(exist_ok=True)
+    for path in found:
+        shutil.copy(path, chosen / path.name)
+    return chosen
+
+
+def check(result: dict[str, Any]) -> None:
     """Stops unless training helped and the reference agrees.
 
     Raises:
         SystemExit: With the figures that do not fit.
     """
-    if after["perplexity"] >= before["perplexity"] or after["num_tokens"] != before["num_tokens"]:
-        raise SystemExit(f"training did not help: {before} before, {after} after")
+    before, trained_loss = result["before"], result["training"]["validation"]["val_loss"]
+    after, reference = result["after"], result["transformers"]
+    if trained_loss >= before["loss"]:
+        raise SystemExit(f"training did not help: {before} before, a loss of {trained_loss} after")
     same = same_digits(after["perplexity"], reference["perplexity"])
     if not same or reference["num_tokens"] != after["num_tokens"]:
         raise SystemExit(f"transformers finds {reference} where shoal evaluate finds {after}")
+    if after["num_tokens"] == before["num_tokens"] and not same_digits(after["loss"], trained_loss):
+        raise SystemExit(
+            f"shoal evaluate finds {after} where validation in packs finds a loss of {trained_loss}"
+        )
 
 
 def main() -> int:
@@ -160,16 +180,19 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of smollm2.json")
     parser.add_argument("--folder", type=Path, help="folder of the run and of what has been measured")
-    parser.add_argument("--reference", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--texts", type=int, metavar="N", help="compare on the N shortest texts (default: all)"
+    )
+    parser.add_argument("--reference", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reference is not None:
-        print(json.dumps(reference_perplexity(options.reference, HELD_OUT)))
+        print(json.dumps(reference_perplexity(*options.reference)))
         return 0
     facts = provenance(__doc__ or "")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if options.folder is None else options.folder.absolute()
         folder.mkdir(exist_ok=True)
-        result = {**facts, "ranks": NUM_RANKS, **measure(folder)}
+        result = {**facts, "ranks": NUM_RANKS, **measure(folder, options.texts)}
     options.results.mkdir(exist_ok=True)
     (options.results / "smollm2.json").write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(smollm2(result)))
