@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.config.seeds import derive_seed
-from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig
+from shoal.config.speech import ModalityAdapterConfig, PerceptionConfig, SpecAugmentConfig
 from shoal.data.text import Tokens
 from shoal.data.text_batches import packed, padded
 from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
@@ -81,8 +81,11 @@ def text(family: str, *, rows: int = 3, packs: bool = False, **changes: Any) -> 
 
 
 def speech_model(case: Case) -> SALM:
-    """A tiny SALM with dropout in the speech encoder, before the projection, and in the LLM."""
-    settings = PerceptionConfig(modality_adapter=ModalityAdapterConfig(stack_frames=4))
+    """A tiny SALM with SpecAugment, and dropout in the speech encoder, before the projection, and in the LLM."""
+    settings = PerceptionConfig(
+        modality_adapter=ModalityAdapterConfig(stack_frames=4),
+        spec_augment=SpecAugmentConfig(freq_masks=2, time_masks=2, freq_width=20, time_width=20),
+    )
     encoder: Any = tiny_encoder("whisper")
     for layer in encoder.layers:
         layer.fc2 = nn.Sequential(layer.fc2, nn.Dropout(0.2))

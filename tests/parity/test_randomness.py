@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,12 @@ import shoal.models.causal_lm as causal_lm
 import shoal.models.dropout as dropout
 import shoal.parallel.tensor.apply as tensor_apply
 from shoal.config.schema import FSDP2Config, ParallelismSizes
+from shoal.models.assemble import ModelPlan, Numerics, assemble, assemble_in_place
+from shoal.models.causal_lm import CausalLM
+from shoal.parallel.setup import DistributedSetup
+from tests.families import tiny_lm
 from tests.parity.harness import Case, Layout, Record, assert_parity, reference, run_layout
-from tests.parity.randomness import LORA, speech, text
+from tests.parity.randomness import LORA, language_model, speech, text
 from tests.zygote import RankRunner
 
 SP = FSDP2Config(sequence_parallel=True)
@@ -88,6 +93,60 @@ def test_dropout_is_the_same(ranks: RankRunner, variant: str, composition: str, 
 def test_dropout_is_the_same_in_packs_of_one_process(variant: str) -> None:
     whole, packs = (replace(case_of(variant, name), max_norm=None) for name in ("", "wide-packs"))
     assert_parity(reference(packs), reference(whole), whole)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def between_projections(case: Case) -> nn.Module:
+    module = language_model(replace(case, family="llama"))
+    module.llm.model.layers[1].mlp.inner_dropout = nn.Dropout(0.1)
+    return module
+
+
+def attention_dropout(case: Case) -> nn.Module:
+    return CausalLM(tiny_lm("llama", attention_dropout=0.25))
+
+
+def bare(case: Case) -> nn.Module:
+    return tiny_lm("phi3", resid_pdrop=0.25)
+
+
+REFUSALS: dict[str, tuple[Callable[[Case], nn.Module], str, str]] = {
+    "attention": (
+        attention_dropout,
+        "llm",
+        r"with tp_size = 2:\nllm\.model\.layers\.0\.self_attn\.attention_dropout: dropout 0\.25 .*set it to 0",
+    ),
+    "bare": (
+        bare,
+        "",
+        r"with tp_size = 2:\nmodel\.layers\.0\.resid_attn_dropout\.p: dropout 0\.25 .*set it to 0",
+    ),
+    "between": (
+        between_projections,
+        "llm",
+        r"model\.layers\.1\.mlp\.inner_dropout stands between projections",
+    ),
+}
+
+
+def refused(rank: int, world: int, name: str, sizes: ParallelismSizes) -> str:
+    build, llm, _ = REFUSALS[name]
+    setup = DistributedSetup.build(parallelism_sizes=sizes, world_size=world)
+    plan = ModelPlan(lambda: build(Case()), llm=llm)
+    try:
+        (assemble if llm else assemble_in_place)(plan, setup, Numerics(), torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_ranks_would_draw_differently_is_refused_on_all_of_them(ranks: RankRunner, name: str) -> None:
+    for message in ranks(refused, 2, name, ParallelismSizes(tp_size=2)):
+        assert re.search(REFUSALS[name][2], message), message
+    assert ranks(refused, 2, name, ParallelismSizes()) == ["", ""]  # data parallelism alone
 
 
 # ---------------------------------------------------------------------------------------------------- planted faults
