@@ -40,6 +40,9 @@ MODEL, HELD_OUT = "data/smollm2/model", "data/smollm2/valid"
 LENGTH = 256
 NUM_RANKS = 2
 DIGITS = 4
+PATIENCE = (
+    "dist_env.timeout_minutes=120"  # ranks that share their cores with other work wait for each other longer
+)
 
 
 def shoal(*words: str) -> None:
@@ -61,7 +64,7 @@ def evaluated(folder: Path, model: str, texts: Path) -> dict[str, Any]:
     """What `shoal evaluate` says of a model or run on a folder of texts, in rows."""
     answers = folder / "evaluation.jsonl"
     words = [f"pretrained_name={model}", "dtype=float32", f"output_manifest={answers}"]
-    words += [f"inputs={texts}", f"seq_length={LENGTH}"]
+    words += [f"inputs={texts}", f"seq_length={LENGTH}", "batch_size=8"]
     shoal("evaluate", *words, "--nproc-per-node", str(NUM_RANKS))
     (line,) = answers.read_text().splitlines()
     return dict(json.loads(line))
@@ -69,7 +72,8 @@ def evaluated(folder: Path, model: str, texts: Path) -> dict[str, Any]:
 
 def trained(run: Path) -> dict[str, Any]:
     """Trains, and returns the history of the steps and what validation said at the end."""
-    shoal("train", CONFIG, f"checkpoint.checkpoint_dir={run}", "--nproc-per-node", str(NUM_RANKS))
+    overrides = (f"checkpoint.checkpoint_dir={run}", PATIENCE)
+    shoal("train", CONFIG, *overrides, "--nproc-per-node", str(NUM_RANKS))
     steps, validations = (
         [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
         for name in ("training", "validation")
