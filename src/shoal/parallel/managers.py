@@ -71,7 +71,13 @@ class FSDP2Manager:
 
         Raises:
             ConfigError: With tp_size > 1, `model` cannot be cut over tensor-parallel ranks.
+            ValueError: cp_size > 1: who calls the model hands it whole sequences, which nobody splits.
         """
+        if self.mesh_context.cp_size > 1:
+            raise ValueError(
+                f"parallelism_sizes.cp_size = {self.mesh_context.cp_size}: 1 for a model that is called directly, "
+                "whose sequences nobody splits over ranks; repair: cp_size=1, or train with the LLM recipe"
+            )
         state = self._cut(model) if self.mesh_context.tp_size > 1 else None
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
