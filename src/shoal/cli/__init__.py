@@ -19,6 +19,7 @@ COMMANDS = {
     "evaluate": "answer a manifest with a trained model and measure the word error rate",
     "generate": "answer a manifest with a trained model",
     "verify": "prove on this machine that the configured layout does not change the numbers",
+    "doctor": "compare the kernels of this machine with their references",
     "export": "write a checkpoint's model as a Hugging Face folder",
 }
 

@@ -6,13 +6,14 @@ large on some devices and head shapes; a loss curve shows that only much later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.kernels.attention import BACKENDS, varlen_attention
+from shoal.kernels.check_ssd import CONVOLUTIONS, SCANS, Run, convolution_problem, scan_problem
 from shoal.kernels.loss import reference_token_losses, token_losses
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -22,9 +23,6 @@ _REPAIRS = {
     "attention.te": "set NVTE_FUSED_ATTN=0, which takes Transformer Engine's other kernel, or choose attn: sdpa",
 }
 """What helps besides another backend, by kernel."""
-
-Run = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Inputs by name to outputs by name; those that require gradients are differentiated."""
 
 
 class KernelError(RuntimeError):
@@ -77,8 +75,13 @@ class KernelReport:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Returns what `check_kernel` can check: "loss" and "attention.BACKEND" for every backend with a reference."""
-    return ("loss", *(f"attention.{name}" for name in BACKENDS if name != "reference"))
+    """Returns what `check_kernel` can check: "loss", and "KERNEL.BACKEND" for every backend with a reference."""
+    return (
+        "loss",
+        *(f"attention.{name}" for name in BACKENDS if name != "reference"),
+        *(f"convolution.{name}" for name in CONVOLUTIONS),
+        *(f"scan.{name}" for name in SCANS),
+    )
 
 
 def check_kernel(
@@ -102,15 +105,19 @@ def check_kernel(
         KernelError: An output or a gradient is off; the message says by which factor.
         ValueError: The kernel is not known, or cannot run this case on this device.
     """
-    if name == "loss":
-        inputs, kernel, reference = _loss_problem(torch.device(device), dtype)
-    elif name in kernel_names():
-        backend = name.removeprefix("attention.")
-        inputs, kernel, reference = attention_problem(
-            backend, torch.device(device), dtype, case or AttentionCase()
-        )
-    else:
+    if name not in kernel_names():
         raise ValueError(f"kernel: {name!r} is none of {', '.join(kernel_names())}")
+    kind, _, backend = name.partition(".")
+    device = torch.device(device)
+    if kind == "loss":
+        inputs, kernel, reference = _loss_problem(device, dtype)
+    elif kind == "attention":
+        inputs, kernel, reference = attention_problem(backend, device, dtype, case or AttentionCase())
+    else:
+        problem = convolution_problem if kind == "convolution" else scan_problem
+        shapes, kernel, reference = problem(device, backend)
+        like = torch.empty(0, device=device, dtype=dtype)
+        inputs = {key: _noise(shape, index, like) for index, (key, shape) in enumerate(shapes.items())}
     return compare(name, kernel, reference, inputs, TOLERANCES[dtype])
 
 

@@ -115,12 +115,13 @@ class _Layer(nn.Module):
 
     def forward(self, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] and sinks [Hq] to out [T, Hq, Dv]."""
-        case, extra = self._case, {}
+        case = self._case
+        extra: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap}
+        extra["s_aux"] = leaves.get("sinks")
         if len(case.lens) > 1:
             borders = torch.tensor([0, *case.lens], device=leaves["q"].device).cumsum(0).int()
-            extra = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
-        given = {"sliding_window": case.window, "softcap": case.softcap, "s_aux": leaves.get("sinks")}
-        extra |= {name: value for name, value in given.items() if value is not None}
+            extra |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+        extra = {name: value for name, value in extra.items() if value is not None}
         q, k, v = (leaves[name].transpose(0, 1)[None] for name in "qkv")
         out, _ = self._function(
             self, q, k, v, None, dropout=0.0, scaling=case.head_dim**-0.5, is_causal=case.causal, **extra

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import attention_sdpa, loss
+from shoal.kernels import attention_sdpa, loss, ssd_chunked
 from shoal.kernels.check import TOLERANCES, AttentionCase, KernelError, check_kernel, kernel_names
 
 CASES = {
@@ -82,8 +82,38 @@ def test_a_faulty_loss_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         check_kernel("loss", "cpu")
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", ["convolution.torch", "scan.torch"])
+def test_the_sound_kernels_of_mamba_pass(name: str, dtype: torch.dtype) -> None:
+    report = check_kernel(name, "cpu", dtype=dtype)
+    inputs = (
+        ("x", "weight", "bias") if name.startswith("conv") else ("x", "dt", "a", "b", "c", "d", "dt_bias")
+    )
+    assert report.errors.keys() == {"y", *(f"grad {key}" for key in inputs)}
+
+
+def test_a_faulty_scan_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = ssd_chunked.ChunkedScan.backward
+
+    def faulty(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, *others = sound(ctx, grad)
+        return 8.0 * grad_x, *others
+
+    monkeypatch.setattr(ssd_chunked.ChunkedScan, "backward", staticmethod(faulty))
+    with pytest.raises(KernelError, match=r"scan\.torch is wrong.*\n.*grad x: relative error"):
+        check_kernel("scan.torch", "cpu")
+
+
 def test_names() -> None:
-    assert kernel_names() == ("loss", "attention.sdpa", "attention.flash")
+    assert kernel_names() == (
+        "loss",
+        "attention.sdpa",
+        "attention.flash",
+        "convolution.torch",
+        "convolution.causal_conv1d",
+        "scan.torch",
+        "scan.mamba_ssm",
+    )
     with pytest.raises(ValueError, match=r"'attention\.reference' is none of loss, attention\.sdpa"):
         check_kernel("attention.reference", "cpu")
     with pytest.raises(ValueError, match="backend flash: it needs a CUDA device"):
