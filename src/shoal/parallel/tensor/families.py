@@ -26,9 +26,7 @@ _GATED_MLP: Plan = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-_HYBRID: Plan = {  # GraniteMoeHybrid and Bamba: Mamba layers and experts stay whole
-    **_ATTENTION,
-}
+_FUSED_MLP: Plan = {"layers.*.mlp.gate_up_proj": "fused_gate_up", "layers.*.mlp.down_proj": "rowwise"}
 
 FAMILY_PLANS: Mapping[str, Plan] = {
     "gpt_oss": {**_ATTENTION, "layers.*.self_attn.sinks": "per_head"},
@@ -47,12 +45,16 @@ FAMILY_PLANS: Mapping[str, Plan] = {
         "layers.*.mixer.down_proj": "rowwise",
     },
     "bamba": {
-        **_HYBRID,
+        **_ATTENTION,
         "layers.*.feed_forward.gate_proj": "colwise",
         "layers.*.feed_forward.up_proj": "colwise",
         "layers.*.feed_forward.down_proj": "rowwise",
     },
-    "granitemoehybrid": _HYBRID,
+    "glm": {**_ATTENTION, **_FUSED_MLP},
+    "glm4": {**_ATTENTION, **_FUSED_MLP},
+    **dict.fromkeys(("hunyuan_v1_dense", "stablelm"), {**_ATTENTION, **_GATED_MLP}),
+    # Mamba layers, experts and what is shared between experts stay whole.
+    **dict.fromkeys(("granitemoehybrid", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"), _ATTENTION),
 }
 """By `config.model_type`; they win over the plans of transformers."""
 

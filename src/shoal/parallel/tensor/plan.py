@@ -97,9 +97,12 @@ def shares_key_values(model: PreTrainedModel, name: str, tp_size: int) -> bool:
 
 def _choose(model: PreTrainedModel, explicit: Plan | None) -> tuple[dict[str, str], str]:
     """The plan with full names, and where it comes from."""
+    if model.base_model is model:
+        limit = f"1: {type(model).__name__} does not name its backbone, which would give hidden states"
+        raise ConfigError([Finding("tp-plan", "tp_size", model.config.model_type, limit, "tp_size: 1")])
     if explicit is not None:
         return {pattern: _canonical(style) for pattern, style in explicit.items()}, "explicit"
-    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    prefix = f"{model.base_model_prefix}."
     family = FAMILY_PLANS.get(model.config.get_text_config().model_type)
     if family is not None:
         return {prefix + pattern: style for pattern, style in family.items()}, "family"
