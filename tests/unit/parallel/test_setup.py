@@ -93,7 +93,7 @@ def test_refusals_come_before_any_process_group_is_made(
 
 @pytest.mark.usefixtures("eight_ranks")
 def test_a_model_is_not_built_on_axes_that_would_only_replicate_it() -> None:
-    sizes = ParallelismSizes(tp_size=2, cp_size=2, pp_size=2)
+    sizes = ParallelismSizes(tp_size=2, pp_size=2, ep_size=2)
     with pytest.raises(ConfigError) as refusal:
         assemble(
             ModelPlan(lambda: pytest.fail("a model was built")),
@@ -102,7 +102,7 @@ def test_a_model_is_not_built_on_axes_that_would_only_replicate_it() -> None:
             torch.device("cpu"),
         )
     keys = [finding.key for finding in refusal.value.findings]
-    assert keys == [f"parallelism_sizes.{axis}_size" for axis in ("tp", "cp", "pp")]
+    assert keys == [f"parallelism_sizes.{axis}_size" for axis in ("pp", "ep")]
     refuse_unimplemented(DistributedSetup.build(parallelism_sizes=ParallelismSizes(dp_replicate_size=2)))
 
 
