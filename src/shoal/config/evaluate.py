@@ -7,7 +7,7 @@ from typing import Literal
 
 from shoal.config.schema import DtypeName
 from shoal.config.text import TextDatasetType
-from shoal.config.values import PositiveInt
+from shoal.config.values import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class GenerateConfig:
     line of `output_manifest` is the conversation with the answer appended. A language model takes text data of any
     input_type (None guesses it from the columns), or a single `prompt`; seq_length is its longest
     document, None that of the model.
-    batch_size counts conversations; max_new_tokens bounds each answer.
+    batch_size counts conversations; max_new_tokens bounds each answer. Ranks that finish early wait for the others for
+    timeout_minutes.
     """
 
     pretrained_name: str
@@ -32,6 +33,7 @@ class GenerateConfig:
     verbose: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DtypeName = "bfloat16"
+    timeout_minutes: PositiveFloat = 10.0
     extra_eos_tokens: tuple[str, ...] = ()
     system_prompt: str | None = None
     user_prompt: str | None = None

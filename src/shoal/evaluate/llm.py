@@ -77,7 +77,10 @@ def run_llm_evaluation(config: EvaluateConfig) -> int:
 
 def open_llm(config: GenerateConfig) -> tuple[DistInfo, TrainedLM]:
     """Opens the process group and the model, on this rank's device in the wanted dtype."""
-    info = initialize_distributed(_BACKENDS[config.device])  # type: ignore[arg-type]
+    info = initialize_distributed(
+        _BACKENDS[config.device],  # type: ignore[arg-type]
+        config.timeout_minutes,
+    )
     trained = load_trained_llm(config.pretrained_name)
     cast_stored(trained.model, getattr(torch, config.dtype))
     return info, replace(trained, model=trained.model.to(info.device).eval())

@@ -165,7 +165,10 @@ def _read(config: GenerateConfig, allow_commands: bool) -> list[Conversation]:
 
 
 def _open(config: GenerateConfig) -> Session:
-    info = initialize_distributed({"cpu": "gloo", "cuda": "nccl", "auto": None}[config.device])
+    info = initialize_distributed(
+        {"cpu": "gloo", "cuda": "nccl", "auto": None}[config.device],
+        config.timeout_minutes,
+    )
     model, prompts, _ = load_trained(config.pretrained_name)
     cast_stored(model, getattr(torch, config.dtype))
     return Session(model.to(info.device).eval(), prompts, info.device, info.rank, info.world_size)
