@@ -72,6 +72,22 @@ def vocab_loss(result: dict[str, Any]) -> Iterable[str]:
         yield f"| {name} | {ratios} | {case['largest_difference']['parallel']:.1e} |"
 
 
+def broadcast(result: dict[str, Any]) -> Iterable[str]:
+    """One loader for the ranks that share a batch."""
+    one = next(iter(result["cases"].values()))
+    yield (
+        f"Batches of {result['clips']}, {one['audio_seconds_per_step']:.0f} s and "
+        f"{one['megabytes_per_step']:.1f} MB in a step, for ranks of one data-parallel coordinate.\n"
+    )
+    yield "| CPU seconds of all ranks | over loading on every rank | limit | over loading once | over pickling |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, case in result["cases"].items():
+        ratios = (
+            f"{case['ratio']:.3f} | {case['limit']} | {1 + case['overhead']:.2f} | {case['over_pickled']:.2f}"
+        )
+        yield f"| {name} | {ratios} |"
+
+
 def checkpoint(result: dict[str, Any]) -> Iterable[str]:
     """Saving and exporting."""
     meanings = {
@@ -88,18 +104,18 @@ def checkpoint(result: dict[str, Any]) -> Iterable[str]:
 
 def smollm2(result: dict[str, Any]) -> Iterable[str]:
     """A real model on real text, checked by plain transformers."""
-    before, after, history = result["before"], result["after"], result["training"]["history"]
-    whole, compared = f"{before['num_tokens']:,}", f"{after['num_tokens']:,}"
+    history = result["training"]["history"]
+    texts, tokens = result["num_texts"], result["after"]["num_tokens"]
     yield (
         f"SmolLM2-135M-Instruct, all weights, {len(history)} steps of packs on {result['ranks']} FSDP2 ranks: "
-        f"{sum(step['num_tokens'] for step in history):,} supervised tokens.\n"
+        f"{sum(step['num_tokens'] for step in history):,} supervised tokens.\nHeld out: {texts} of 3 texts, {tokens:,} "
+        "tokens.\n"
     )
-    yield "| | held-out tokens | perplexity |\n| --- | --- | --- |"
-    yield f"| before: `shoal evaluate`, in rows | all {whole} | {before['perplexity']:.4f} |"
-    packs = result["training"]["validation"]["val_ppl"]
-    yield f"| after: validation in training, in packs | all {whole} | {packs:.4f} |"
-    yield f"| after: `shoal evaluate`, in rows | {compared} | {after['perplexity']:.4f} |"
-    yield f"| `shoal export`, plain transformers | {compared} | {result['transformers']['perplexity']:.4f} |"
+    yield "| | perplexity |\n| --- | --- |"
+    yield f"| before: `shoal evaluate`, in rows | {result['before']['perplexity']:.4f} |"
+    yield f"| after: validation in training, in packs | {result['training']['validation']['val_ppl']:.4f} |"
+    yield f"| after: `shoal evaluate`, in rows | {result['after']['perplexity']:.4f} |"
+    yield f"| after: `shoal export`, plain transformers | {result['transformers']['perplexity']:.4f} |"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
@@ -109,6 +125,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "loading": ("Loading", loading),
     "loss": ("The loss of large vocabularies", loss),
     "vocab_loss": ("The loss of a head spread over ranks", vocab_loss),
+    "broadcast": ("One loader for ranks that share a batch", broadcast),
     "checkpoint": ("Checkpoints and exports", checkpoint),
 }
 """By the name of script and result: a title, and what makes the section's table."""
