@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.kernels.packed import accumulation_dtype
-from shoal.kernels.ssd import causal_convolution, document_ids, state_space_scan
+from shoal.kernels.ssd import document_ids
+from shoal.kernels.ssd_layer import MambaMixing
+from shoal.parallel.context.attention import AttentionContext
+from shoal.parallel.context.mamba import MambaMethod, context_mixing
 
 _MIXERS = frozenset({"Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"})
 """Classes of transformers that compute the same from the same attributes."""
 
 
-def substitute_mamba(llm: PreTrainedModel) -> int:
+def substitute_mamba(llm: PreTrainedModel, context_method: MambaMethod = "auto") -> int:
     """Gives every Mamba-2 layer below `llm` our convolution and scan, in place; returns their number.
 
     Borders of documents are read from `cu_seq_lens_q` [N+1] (one row of documents, as for attention), or from
@@ -31,11 +34,13 @@ def substitute_mamba(llm: PreTrainedModel) -> int:
 
     Args:
         llm: A causal language model of transformers, on any device and before or after sharding.
+        context_method: How tokens of a document on several ranks meet, under context parallelism.
     """
     mixers = [module for module in llm.modules() if type(module).__name__ in _MIXERS]
     for mixer in mixers:
         mixer.forward = MethodType(_forward, mixer)
         mixer.separates_documents = True  # type: ignore[assignment]
+        mixer.context_method = context_method  # type: ignore[assignment]
     if mixers:
         _Borders().watch(llm)
     return len(mixers)
@@ -67,6 +72,8 @@ class _Borders:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = {**self._given, **kwargs}
+        if given.get("context") is not None:
+            return args, {**kwargs, "context": given["context"]}
         documents = _documents(given, args)
         if documents is None:
             return None
@@ -99,6 +106,7 @@ def _forward(
     cache: Any = None,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    context: AttentionContext | None = None,
     **others: Any,
 ) -> Tensor:
     """In place of the forward of a Mamba-2 layer: hidden states [R, T, H] to [R, T, H].
@@ -109,6 +117,7 @@ def _forward(
         cache: When given, the layer's own forward runs.
         attention_mask: [R, T], 0 on padding, whose hidden states count as 0; None leaves right padding to itself.
         document_ids: [R, T] int, see `shoal.kernels.ssd`.
+        context: With context parallelism, which of the documents' tokens lie where.
 
     Raises:
         ValueError: A cache together with packed documents.
@@ -124,38 +133,55 @@ def _forward(
     z, xbc, dt = torch.split(projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], -1)
     if document_ids is not None:
         document_ids = document_ids.expand(len(hidden_states), -1)
-    y = _mixed_tokens(mixer, xbc, dt, document_ids, attention_mask)
+    y = mixed_tokens(mixer, xbc, dt, document_ids, attention_mask, context)
     output = mixer.out_proj(mixer.norm(y, z).to(hidden_states.dtype))
     return output
 
 
-# Documents are found in tensors and chunks by loops, which a compiled graph would unroll; the rest is compiled around.
+# Borders and chunks are read as numbers and looped over, which a compiled graph cannot do; the rest is compiled around.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mixed_tokens(
-    mixer: Any, xbc: Tensor, dt: Tensor, documents: Tensor | None, attention_mask: Tensor | None
+def mixed_tokens(
+    mixer: Any,
+    xbc: Tensor,
+    dt: Tensor,
+    documents: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    context: AttentionContext | None = None,
 ) -> Tensor:
-    """Convolution and scan: xbc [R, T, conv_dim] and dt [R, T, heads] to y [R, T, heads * width], in float32."""
-    silu = mixer.activation in ("silu", "swish")
-    weight = mixer.conv1d.weight[:, 0]
-    xbc = causal_convolution(xbc, weight, mixer.conv1d.bias, silu=silu, documents=documents)
-    xbc = _without_padding(xbc if silu else mixer.act(xbc), attention_mask)
-    of_groups = mixer.n_groups * mixer.ssm_state_size
-    x, b, c = torch.split(xbc, [mixer.intermediate_size, of_groups, of_groups], -1)
-    groups = (*xbc.shape[:2], mixer.n_groups, mixer.ssm_state_size)
+    """What a layer does between its projections.
+
+    Args:
+        mixer: The layer.
+        xbc: [R, T, channels of the convolution].
+        dt: Raw time steps, [R, T, heads].
+        documents: Numbers of documents, [R, T] int, or None.
+        attention_mask: [R, T] or None.
+        context: Where documents lie on the ranks of context parallelism, in place of `documents`.
+
+    Returns:
+        y [R, T, heads * width] in float32 (float64 for float64).
+    """
+    layer = _mixing_of(mixer)
+    if context is not None:
+        name = f"layers.{mixer.layer_idx} ({type(mixer).__name__})"
+        return context_mixing(xbc, dt, layer, context.layout, context.group, mixer.context_method, name=name)
+    xbc = _without_padding(layer.convolve(xbc, documents), attention_mask)
+    return layer.scan(xbc, dt, documents)
+
+
+def _mixing_of(mixer: Any) -> MambaMixing:
     dtype = accumulation_dtype(mixer.A_log.dtype)
-    y = state_space_scan(
-        x.view(*dt.shape, mixer.head_dim),
-        dt,
+    return MambaMixing(
+        mixer.conv1d.weight[:, 0],
+        mixer.conv1d.bias,
         -mixer.A_log.to(dtype).exp(),
-        b.view(groups),
-        c.view(groups),
-        d=mixer.D,
-        dt_bias=mixer.dt_bias,
-        dt_softplus=True,
-        dt_limit=tuple(mixer.time_step_limit),
-        documents=documents,
+        mixer.D,
+        mixer.dt_bias,
+        mixer.n_groups,
+        mixer.ssm_state_size,
+        (float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
+        None if mixer.activation in ("silu", "swish") else mixer.act,
     )
-    return y.flatten(2)
 
 
 def _without_padding(x: Tensor, attention_mask: Tensor | None) -> Tensor:
