@@ -1,0 +1,59 @@
+"""Law 1 for Mamba-2 models: packs with our scan under every layout, against rows with transformers' in one process."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.parity.harness import Record, assert_parity, reference, replace
+from tests.parity.hybrids import FAULTS, hybrid_case, run_in_double
+from tests.parity.packed_text import draw_rows, rows_of
+from tests.parity.test_llm_families import LAYOUTS
+from tests.unit.kernels.families import InDouble
+from tests.zygote import RankRunner
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj", "q_proj"]}
+FAMILIES = ("nemotron-h", "bamba", "granite-hybrid", "mamba2")
+PACKS = {
+    **{family: hybrid_case(family) for family in FAMILIES},
+    **{f"{family}-fp32": hybrid_case(family, dtype=torch.float32, optimizer="sgd") for family in FAMILIES},
+    "bamba-lora": hybrid_case("bamba", lora=LORA),
+    "bamba-unsupervised": hybrid_case("bamba", 4, unsupervised=(0, 1, 2)),
+}
+CASES = {**PACKS, **{f"{family}-rows": replace(PACKS[family], draw=draw_rows) for family in FAMILIES}}
+TABLE = [
+    *((family, layout) for family in FAMILIES for layout in ("ddp2", "hsdp2x2")),
+    *((f"{family}-rows", "fsdp2") for family in FAMILIES),
+    *((f"{family}-fp32", "fsdp4-checkpointing") for family in FAMILIES),  # in float64 they would round again
+    ("bamba-lora", "fsdp2"),
+    ("bamba-lora", "ddp2"),
+    ("bamba-unsupervised", "fsdp2"),
+]
+
+
+@functools.cache
+def expected(name: str) -> Record:
+    with InDouble() if CASES[name].dtype == torch.float64 else nullcontext():
+        return reference(rows_of(CASES[name]))
+
+
+@pytest.mark.parametrize(("name", "layout"), TABLE)
+def test_layout_never_changes_the_numbers(ranks: RankRunner, name: str, layout: str) -> None:
+    row = LAYOUTS[layout]
+    actual = ranks(run_in_double, row.world, CASES[name], row)[0]
+    assert_parity(actual, expected(name), CASES[name])
+    if CASES[name].lora is None:
+        assert set(actual.gradients[0]) == set(actual.initial)
+    else:
+        trained = {name.rsplit(".", 3)[0].rpartition(".")[2] for name in actual.gradients[0]}
+        assert trained == {"in_proj", "out_proj", "q_proj"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_breaks_the_parity(ranks: RankRunner, fault: str) -> None:
+    actual = ranks(run_in_double, 2, CASES["bamba"], LAYOUTS["fsdp2"], fault)[0]
+    with pytest.raises(AssertionError, match="gradients differ|not close"):
+        assert_parity(actual, expected("bamba"), CASES["bamba"])
