@@ -6,8 +6,8 @@ work.
 
     memory ratio   = M(cp) / M(1),  M = largest growth on any rank of the peak of its resident memory over two steps:
                      gradients and optimizer state are included, the model and the document are not
-    key memory     = largest number of bytes of keys and values that a rank holds for one layer at a time: its own and
-                     those that are arriving
+    key memory     = largest number of bytes of keys and values that a rank holds for one layer at a time: its own, and
+                     with several ranks as much again for those that are arriving
     pairs          = pairs of query and key that each rank computes with, from the plan that it executes
     imbalance      = max over ranks / mean over ranks - 1, of pairs and of CPU seconds of attention, forward and
                      backward, over a ragged pack of long documents
@@ -50,7 +50,7 @@ MODEL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "head_dim": 16,
     "bos_token_id": None,

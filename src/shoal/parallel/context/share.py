@@ -84,9 +84,9 @@ class ContextParallel:
         starts, lengths = _documents(micro_batch)
         layout = DualChunks(lengths, self.group.size(), self.group.rank())
         refuse_disagreement(
-            [len(lengths), sum(lengths), _digest(ids), _digest(micro_batch["loss_mask"])],
+            [sum(lengths), _digest(torch.tensor(lengths)), _digest(ids), _digest(micro_batch["loss_mask"])],
             self.group,
-            "the micro-batch (number of documents and of tokens, digests of ids and of the loss mask)",
+            "the micro-batch (number of tokens, digests of the documents' lengths, of ids and of the loss mask)",
             "give all cp ranks of a data-parallel coordinate the same data",
         )
         index, is_real = local_index(layout, starts, ids.device)
