@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import time
 from collections.abc import Sequence
 
 from shoal.cli.arguments import add_trust_options, load_options
-from shoal.config import ConfigError, Finding
+from shoal.config import ConfigError, Finding, load
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,17 +46,20 @@ def run(words: Sequence[str]) -> int:
     """Runs the command; returns its exit status.
 
     Raises:
-        ConfigError: The configuration is refused; nothing has been started.
-        ValueError: An architecture cannot be had or made small.
+        ConfigError: The configuration is refused, an architecture cannot be had, or no small layout fits.
     """
     given = _parser().parse_intermixed_args(list(words))
     if given.world_size is not None and given.world_size < 1:
         finding = Finding("world-size", "--world-size", given.world_size, "at least 1", "--world-size 4")
         raise ConfigError([finding])
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # before torch is imported
+    loaded = load(
+        given.config, given.overrides, options=load_options(given)
+    )  # refused before torch is imported
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    started = time.monotonic()
 
     from shoal.verify.prepare import Architectures
-    from shoal.verify.run import VerifyOptions, verify
+    from shoal.verify.run import VerifyOptions, verify_loaded
 
     options = VerifyOptions(
         world_size=given.world_size,
@@ -64,8 +67,7 @@ def run(words: Sequence[str]) -> int:
         bisect=not given.no_bisect,
         timeout=given.timeout,
     )
-    report = verify(given.config, given.overrides, load_options=load_options(given), options=options)
-    json_text = json.dumps(report.as_data(), indent=2) if given.json else report.as_text()
-    print(json_text)
-    sys.stdout.flush()
+    report = verify_loaded(loaded, given.config, options)
+    report.seconds = time.monotonic() - started
+    print(json.dumps(report.as_data(), indent=2) if given.json else report.as_text(), flush=True)
     return 0 if report.passed else 1

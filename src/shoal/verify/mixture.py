@@ -135,19 +135,11 @@ def explain(mixture: Mixture, tokens: Sequence[int], sizes: Mapping[str, int]) -
     dp = sizes["dp"]
     if _near(weights, [weights[0]] * len(weights)):
         return _constant(weights[0], sizes)
-    of_rank = [sum(tokens[index % dp :: dp]) for index in known]
-    for factor, times in ((1.0, ""), (1.0 / dp, ", then averaged")):
-        if _near(weights, [factor * sum(tokens) / n for n in of_rank]):
-            return (
-                "local-token-mean",
-                f"each data-parallel rank divides by its own supervised tokens instead of the step's{times}",
-            )
-    for factor in (1.0, 1.0 / len(tokens), dp / len(tokens), 1.0 / dp):
-        if _near(weights, [factor * sum(tokens) / tokens[index] for index in known]):
-            return (
-                "micro-batch-mean",
-                "each micro-batch divides by its own supervised tokens: a mean of means",
-            )
+    if _inverse(weights, [sum(tokens[index % dp :: dp]) for index in known]):
+        words = "each data-parallel rank divides by its own supervised tokens instead of the step's"
+        return "local-token-mean", words
+    if _inverse(weights, [tokens[index] for index in known]):
+        return "micro-batch-mean", "each micro-batch divides by its own supervised tokens: a mean of means"
     return _left_out(weights, known, dp) or (
         "mixture",
         "the gradient counts micro-batches with weights "
@@ -188,6 +180,12 @@ def _left_out(weights: Sequence[float], known: Sequence[int], dp: int) -> tuple[
             f"micro-batches of turn {sorted(turns)} of every rank are missing: not accumulated",
         )
     return "left-out", f"micro-batches {missing} are missing"
+
+
+def _inverse(weights: Sequence[float], counts: Sequence[int]) -> bool:
+    """Whether weights are the same number, not zero, divided by each count."""
+    products = [weight * count for weight, count in zip(weights, counts, strict=True)]
+    return _near(products, [products[0]] * len(products)) and not _near(products[:1], [0.0])
 
 
 def _near(values: Sequence[float], expected: Sequence[float]) -> bool:

@@ -66,7 +66,7 @@ def prepare(
     """Makes the task of a configuration; small model folders are written below `folder`.
 
     Raises:
-        ValueError: An architecture cannot be had, or cannot be made small.
+        ConfigError: An architecture cannot be had, or cannot be made small.
     """
     if isinstance(config, LLMConfig):
         return _prepare_text(config, scaled, folder, sources)
@@ -244,18 +244,16 @@ def _small_model(plan: ModelPlan) -> nn.Module:
     """The small model on the meta device.
 
     Raises:
-        ValueError: It is not small.
+        ConfigError: It is not small.
     """
     with parameters_on_meta():
         module = plan.build()
     count = num_parameters(module)
     if count > MOST_PARAMETERS:
         largest = max(module.named_parameters(), key=lambda item: item[1].numel())
-        raise ValueError(
-            f"the model still has {count:,} parameters after shrinking, of which {largest[0]} "
-            f"{tuple(largest[1].shape)}: its configuration names a size that shoal verify does not know; repair: "
-            "--model-config FOLDER with a small config.json of the same family"
-        )
+        limit = f"at most {MOST_PARAMETERS:,}: {largest[0]} {tuple(largest[1].shape)} has a size that is not known"
+        repair = "--model-config FOLDER, with a small config.json of the same family"
+        raise ConfigError([Finding("verify-size", "parameters after shrinking", count, limit, repair)])
     return module
 
 

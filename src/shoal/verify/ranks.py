@@ -123,7 +123,8 @@ def refuse_unsafe_fork() -> None:
     if threads > 1 or dist.is_initialized():
         reason = f"{threads} threads" if threads > 1 else "an open process group"
         raise ValueError(
-            f"this process has {reason} and cannot be forked; repair: run `shoal verify` by itself"
+            f"this process has {reason} and cannot be forked; repair: OMP_NUM_THREADS=1, "
+            "and call it before anything that starts threads"
         )
 
 

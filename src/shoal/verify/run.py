@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from shoal.config import ConfigError, LoadOptions, load
+from shoal.config import ConfigError, Loaded, LoadOptions, load
 from shoal.verify.bisect import find_cause
 from shoal.verify.compare import compare
 from shoal.verify.parity import train_on_mesh
@@ -56,13 +56,28 @@ def verify(
         options: How to verify.
 
     Raises:
-        ConfigError: The configuration is refused, by its rules or by every rank that was to train it; or its layout
-            fits no world of this size.
-        ValueError: An architecture cannot be had or made small, or this process cannot be forked.
+        ConfigError: See `verify_loaded`; or the configuration is refused by its rules.
+        ValueError: This process cannot be forked.
+    """
+    name = "a configuration" if isinstance(source, Mapping) else str(source)
+    return verify_loaded(load(source, overrides, options=load_options), name, options)
+
+
+def verify_loaded(loaded: Loaded, name: str, options: VerifyOptions) -> Report:
+    """Verifies the layout of a configuration that has been loaded.
+
+    Args:
+        loaded: For the world that it implies.
+        name: What the report calls it.
+        options: How to verify.
+
+    Raises:
+        ConfigError: The layout fits no world of this size, an architecture cannot be had or made small, or every rank
+            that was to train it refuses it.
+        ValueError: This process cannot be forked.
     """
     started = time.monotonic()
     refuse_unsafe_fork()
-    loaded = load(source, overrides, options=load_options)
     scaled = scale_layout(loaded.config, loaded.facts.world_size, options.world_size)
     # What transformers says about small configurations is beside the point.
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -70,8 +85,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         prepared = prepare(loaded.config, scaled, Path(folder), options.sources)
         report = check(prepared, options)
-    report.name = "a configuration" if isinstance(source, Mapping) else str(source)
-    report.configured = scaled.configured
+    report.name, report.configured = name, scaled.configured
     report.seconds = time.monotonic() - started
     return report
 

@@ -11,7 +11,10 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
+from shoal.config.errors import ConfigError, Finding
 from shoal.verify.shrink import Fields
+
+_RULE = "verify-architecture"
 
 
 def read_architecture(
@@ -32,14 +35,13 @@ def read_architecture(
         trust_remote_code: Run a configuration class that comes with the model.
 
     Raises:
-        ValueError: There is no configuration to be had, with the repair.
+        ConfigError: There is no configuration to be had.
     """
     if instead is not None:
         folder = Path(instead).parent if Path(instead).is_file() else Path(instead)
         if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"{option} = {instead!r}: a folder with a config.json, or that file; check the path"
-            )
+            limit = "a folder with a config.json, or that file"
+            raise ConfigError([Finding(_RULE, option, instead, limit, "check the path")])
         return _from_folder(folder, trust_remote_code)
     if isinstance(name, Mapping):
         fields = _thawed(name)
@@ -50,11 +52,9 @@ def read_architecture(
     try:
         return _from_folder(Path(hf_hub_download(name, "config.json")).parent, trust_remote_code)
     except Exception as error:  # the hub client raises a dozen unrelated classes
-        raise ValueError(
-            f"{key} = {name!r}: neither a folder nor a hub model whose config.json can be fetched "
-            f"({type(error).__name__}); repair: {option} FOLDER, with the model's config.json in it (weights are "
-            "not needed)"
-        ) from error
+        limit = f"a folder, or a hub model whose config.json can be fetched ({type(error).__name__})"
+        repair = f"{option} FOLDER, with the model's config.json in it (weights are not needed)"
+        raise ConfigError([Finding(_RULE, key, name, limit, repair)]) from error
 
 
 def _thawed(value: Any) -> Any:
