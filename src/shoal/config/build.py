@@ -11,7 +11,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal.config.errors import Finding
-from shoal.config.values import FrozenDict, Range
+from shoal.config.values import FrozenDict, FunctionName, Range
 
 FAILED: Any = object()
 """Stands for a value that was refused; rules that read its key are skipped."""
@@ -157,8 +157,12 @@ def _one_of(annotation: Any, value: Any, path: str, report: Report) -> Any:
 
 
 def _has_shape(annotation: Any, value: Any) -> bool:
+    if isinstance(value, str):
+        return annotation is FunctionName
     if isinstance(value, Mapping):
-        return is_dataclass(annotation) or get_origin(annotation) not in (None, tuple, Literal, Annotated)
+        return (is_dataclass(annotation) and annotation is not FunctionName) or get_origin(
+            annotation
+        ) not in (None, tuple, Literal, Annotated)
     return isinstance(value, list | tuple) and get_origin(annotation) is tuple
 
 
@@ -243,5 +247,6 @@ def describe(annotation: Any) -> str:
         bool: "true or false",
         str: "a text",
         types.NoneType: "null",
+        FunctionName: "the dotted name of a function",
     }
     return names.get(annotation, "a block of keys")

@@ -9,7 +9,7 @@ from typing import Any, cast
 from shoal.config.aliases import SIZE_KEYS, STRATEGY_TARGETS
 from shoal.config.schema import DistributedConfig, MegatronFSDPConfig
 from shoal.config.speech import StrategyConfig
-from shoal.config.values import TargetConfig
+from shoal.config.values import FunctionName, TargetConfig
 
 
 def plain(value: Any) -> dict[str, Any]:
@@ -20,6 +20,8 @@ def plain(value: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, TargetConfig):
         return {"_target_": value.target, **{key: _plain(item) for key, item in value.kwargs.items()}}
+    if isinstance(value, FunctionName):
+        return value.target
     if isinstance(value, StrategyConfig):
         return _strategy(value)
     if isinstance(value, DistributedConfig):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.config.values import PositiveInt
+from shoal.config.values import FunctionName, PositiveInt
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 CheckpointingMode = bool | Literal["full", "selective"]
@@ -63,7 +63,7 @@ class FSDP2Config:
     """
 
     sequence_parallel: bool = False
-    tp_plan: Mapping[str, str] | None = None
+    tp_plan: Mapping[str, str] | FunctionName | None = None
     mp_policy: MixedPrecisionConfig | None = None
     offload_policy: OffloadConfig | None = None
     activation_checkpointing: CheckpointingMode = False

@@ -71,3 +71,15 @@ class TargetConfig:
     kwargs: Mapping[str, Any] = field(default_factory=FrozenDict)
     allow: tuple[str, ...] = ()
     key: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """A function of the user's own by its dotted name, which the user has allowed with ``--allow-target NAME``.
+
+    `shoal.config.targets.resolve_target(target, allow)` gives the function; `key` is where the user wrote it.
+    """
+
+    target: str
+    allow: tuple[str, ...] = ()
+    key: str = field(default="", compare=False)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
+from shoal.config import LLMConfig, load_config
 from shoal.config.errors import ConfigError
+from shoal.config.options import LoadOptions
+from shoal.config.schema import FSDP2Config
 from shoal.models.lora import add_lora
 from shoal.parallel.tensor.blocks import find_blocks
 from shoal.parallel.tensor.plan import resolve_plan
@@ -59,7 +63,7 @@ def test_sizes_that_do_not_fit_are_all_named() -> None:
     with pytest.raises(ConfigError, match="a divisor of the model's 4 attention heads: 1, 2, 4"):
         resolve_plan(tiny_lm("llama"), 3)
     with pytest.raises(ConfigError) as caught:
-        resolve_plan(tiny_lm("llama", num_attention_heads=6, num_key_value_heads=3), 4)
+        resolve_plan(tiny_lm("qwen3", num_attention_heads=6, num_key_value_heads=3), 4)
     limits = [str(finding.limit) for finding in caught.value.findings]
     assert len(limits) == 2 and "a divisor or a multiple of the model's 3 key-value heads" in limits[1]
     assert "few enough ranks" in findings("llama", 4, vocab_size=5)["tp-fits-model"]
@@ -84,6 +88,25 @@ def test_sizes_that_do_not_fit_are_all_named() -> None:
 )
 def test_explicit_plans_that_mean_nothing(plan: dict[str, str], rule: str, said: str) -> None:
     assert said in findings("llama", 2, plan)[rule]
+
+
+def test_a_function_of_the_users_own_makes_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_plans.py").write_text("def mine(model):\n    return {'lm_head': 'head'}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    written = {
+        "model": {"config": {"model_type": "llama"}},
+        "dataset": {"type": "text", "path": "x"},
+        "distributed": {"tp_size": 2, "tp_plan": "my_plans.mine"},
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3},
+        "step_scheduler": {"max_steps": 1},
+    }
+    with pytest.raises(ConfigError, match="--allow-target my_plans.mine"):
+        load_config(written, world_size=2)
+    config = load_config(written, world_size=2, options=LoadOptions(allow_targets=("my_plans.mine",)))
+    assert isinstance(config, LLMConfig) and isinstance(config.distributed.options, FSDP2Config)
+    named = config.distributed.options.tp_plan
+    assert config.to_dict()["distributed"]["tp_plan"] == "my_plans.mine"
+    assert resolve_plan(tiny_lm("llama"), 2, named).head == "lm_head"
 
 
 def test_tied_weights_are_cut_together_or_not_at_all() -> None:

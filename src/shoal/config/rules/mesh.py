@@ -74,7 +74,7 @@ def _sequence_parallel_needs_tp(config: Config, facts: Facts) -> Iterator[Broken
 def _plan_needs_tp(config: Config, facts: Facts) -> Iterator[Broken]:
     key, options = _fsdp2_options(config)
     if options is not None and options.tp_plan is not None and sizes_of(config).tp_size == 1:
-        yield Broken(f"{key}.tp_plan", dict(options.tp_plan), "absent with tp_size = 1")
+        yield Broken(f"{key}.tp_plan", options.tp_plan, "absent with tp_size = 1")
 
 
 def _method_needs_cp(config: Config, facts: Facts) -> Iterator[Broken]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.config.build import FAILED, READERS, Report, freeze, join, refuse_unknown
 from shoal.config.targets import canonical_target, check_target
-from shoal.config.values import TargetConfig
+from shoal.config.values import FunctionName, TargetConfig
 
 _TARGET_REPAIR = "name a class of an allowed library, or allow its module with --allow-target MODULE"
 _SUPPLIED = frozenset({"params", "optimizer"})
@@ -51,6 +51,21 @@ def read_target(raw: Any, path: str, report: Report) -> Any:
     return TargetConfig(full, freeze(block), report.allow_targets, path)
 
 
+def read_function(raw: Any, path: str, report: Report) -> Any:
+    """Reads the dotted name of a function, which has to be allowed by its full name."""
+    if not isinstance(raw, str):
+        return report.refuse(
+            "wrong-type", path, raw, "the dotted name of a function", f"write {path} as a text"
+        )
+    if raw not in report.allow_targets:
+        limit, repair = "a function that is allowed by its full name", f"--allow-target {raw}"
+        return report.refuse("target", path, raw, limit, repair)
+    verdict = check_target(raw, report.allow_targets)
+    if verdict.limit is not None:
+        return report.refuse("target", path, raw, verdict.limit, "correct the name")
+    return FunctionName(raw, report.allow_targets, path)
+
+
 def _refuse_nested_targets(value: Any, path: str, report: Report) -> None:
     """Reports a ``_target_`` inside the keywords of another one: only the outer object is made."""
     if isinstance(value, Mapping):
@@ -65,3 +80,4 @@ def _refuse_nested_targets(value: Any, path: str, report: Report) -> None:
 
 
 READERS[TargetConfig] = read_target
+READERS[FunctionName] = read_function

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
+from shoal.config.values import FunctionName
 from shoal.kernels.vocab import VocabShard
 from shoal.mesh import regions
 from shoal.parallel.layers import transformer_layers
@@ -140,7 +141,7 @@ def shard_tensor_parallel(
     mesh: DeviceMesh,
     *,
     sequence_parallel: bool = False,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, str] | FunctionName | None = None,
 ) -> TensorParallel:
     """Cuts a causal LM over a mesh of one axis, in place.
 
@@ -148,7 +149,8 @@ def shard_tensor_parallel(
         model: With its adapters, `requires_grad` final, on the meta device or with the same values on every rank.
         mesh: The tensor-parallel axis.
         sequence_parallel: Shard the residual stream over tokens; any number of tokens, padded inside.
-        plan: An explicit plan, patterns of module names to styles; None takes the family's or transformers'.
+        plan: An explicit plan, patterns of module names to styles, or the name of a function that makes one; None takes
+            the family's or transformers'.
 
     Returns:
         The handle: cut parameters are DTensors on `mesh` whose gradients are complete, whole ones are plain, and

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shoal.config.errors import ConfigError, Finding
+from shoal.config.targets import resolve_target
+from shoal.config.values import FunctionName
 from shoal.mesh.regions import chunk_size
 from shoal.parallel.tensor.families import FAMILY_PLANS, Plan
 from shoal.parallel.tensor.styles import base_of, num_rows
@@ -52,19 +54,24 @@ class ResolvedPlan:
     head: str | None
 
 
-def resolve_plan(model: PreTrainedModel, tp_size: int, explicit: Plan | None = None) -> ResolvedPlan:
+def resolve_plan(
+    model: PreTrainedModel, tp_size: int, explicit: Plan | FunctionName | None = None
+) -> ResolvedPlan:
     """Finds the plan of a model and checks that it fits.
 
     Args:
         model: A causal LM, on the meta device or not, adapters included.
         tp_size: Tensor-parallel ranks.
-        explicit: Patterns of full module names and their styles; nothing else is cut then.
+        explicit: Patterns of full module names and their styles, or the name of a function that returns them for a
+            model; nothing else is cut then.
 
     Raises:
         ConfigError: No plan cuts this model, a style or pattern of the explicit plan is unknown, or sizes do not fit;
             all findings in one message.
     """
-    plan, origin = _choose(model, explicit)
+    plan, origin = _choose(
+        model, _called(explicit, model) if isinstance(explicit, FunctionName) else explicit
+    )
     names = _names(model)
     matched = {pattern: _matching(pattern, names) for pattern in plan}
     if origin == "explicit":
@@ -93,6 +100,18 @@ def num_heads(model: PreTrainedModel) -> tuple[int, int]:
 def shares_key_values(model: PreTrainedModel, name: str, tp_size: int) -> bool:
     """Whether a projection makes keys or values of heads that several ranks share."""
     return name.rpartition(".")[2] in _KEY_VALUE and num_heads(model)[1] < tp_size
+
+
+def _called(function: FunctionName, model: PreTrainedModel) -> Plan:
+    plan = resolve_target(function.target, function.allow, function.key)(model)
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(text, str) for item in plan.items() for text in item
+    ):
+        limit = "a function of a model that returns a mapping of patterns to styles"
+        raise ConfigError(
+            [Finding("tp-plan-style", function.key or KEY, function.target, limit, "return a dict")]
+        )
+    return plan
 
 
 def _choose(model: PreTrainedModel, explicit: Plan | None) -> tuple[dict[str, str], str]:
