@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, loading, overhead, peers
+from benchmarks import checkpoint, loading, loss, overhead, peers, report, smollm2
 
 
 @pytest.mark.slow
@@ -87,3 +88,45 @@ def test_checkpoint_measures_every_way_of_saving(tmp_path: Path) -> None:
         assert 0 < ratio < 10 and f"{name:<14} {ratio:.3f}" in done.stdout
     assert {len(result["seconds"][kind]) for kind in (*checkpoint.KINDS, "waiting")} == {2}
     assert len(result["seconds"]["step"]) == 2 * len(result["seconds"]["step while saving"]) == 4
+
+
+def test_the_page_shows_the_figures_in_the_repository() -> None:
+    assert report.DOCUMENT.read_text() == report.document(), "run python benchmarks/report.py"
+
+
+def measured() -> dict[str, Any]:
+    """Every result in the repository that the page shows, by name."""
+    files = {name: report.RESULTS / f"{name}.json" for name in report.SECTIONS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+
+
+def test_the_figures_were_measured_on_committed_code() -> None:
+    assert {name for name, result in measured().items() if result["modified_files"]} == set()
+
+
+def test_measured_figures_stay_within_their_limits() -> None:
+    result = measured()
+    assert all(case["memory_ratio"] <= loss.MEMORY_LIMIT for case in result["loss"]["cases"].values())
+    assert max(result["peers"]["largest_loss_difference"].values()) < 0.5 * 10**-peers.DECIMALS
+    for name, target in result["overhead"]["targets"].items():
+        assert result["overhead"]["ratios"][name] <= target
+
+
+def test_smollm2_refuses_a_reference_that_differs_in_the_fourth_digit() -> None:
+    def result(**changes: dict[str, float]) -> dict[str, Any]:
+        return {
+            "before": {"loss": 3.0, "num_tokens": 9},
+            "training": {"validation": {"val_ppl": 17.314}},
+            "after": {"perplexity": 17.314, "loss": 2.8515, "num_tokens": 9},
+            "transformers": {"perplexity": 17.3141, "num_tokens": 9},
+            **changes,
+        }
+
+    smollm2.check(result())
+    for other in ({"perplexity": 17.32, "num_tokens": 9}, {"perplexity": 17.314, "num_tokens": 8}):
+        with pytest.raises(SystemExit, match="transformers finds"):
+            smollm2.check(result(transformers=other))
+    with pytest.raises(SystemExit, match="did not help"):
+        smollm2.check(result(before={"loss": 2.85, "num_tokens": 9}))
+    with pytest.raises(SystemExit, match="validation in packs found"):
+        smollm2.check(result(after={"perplexity": 17.33, "loss": 2.852, "num_tokens": 9}))
