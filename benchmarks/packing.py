@@ -13,8 +13,8 @@ compared, so that all are known to do the same work. Decoding and collating are 
     share         = gain / ideal gain, at least 0.9
 
 `whole step` has the speech encoder in it, whose work on a clip is the same either way and which therefore lowers every
-gain (`encoder_share` says how much of the packed step it is); `language model` times what comes after the splice. `bucketed` pads clips of like length together, the best that
-padding can do.
+gain (`encoder_share` says how much of the packed step it is); `language model` times what comes after the splice.
+`bucketed` pads clips of like length together, the best that padding can do.
 
     python benchmarks/packing.py [--clips 568] [--repetitions 3] [--check] [--results FOLDER]
 """

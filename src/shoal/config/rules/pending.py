@@ -20,11 +20,13 @@ class Pending:
         key: Path of the key, as fields of the configuration and as the user writes it.
         feature: What the key would switch on.
         off: The values that are accepted.
+        repair: What to write instead.
     """
 
     key: str
     feature: str
     off: tuple[Any, ...]
+    repair: str = "leave it out"
 
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "bf16-flash")
@@ -40,7 +42,12 @@ _SPEECH = (
     Pending("model.pretrained_perception_from_s2s", "starting from a duplex model", (None,)),
     Pending("model.pretrained_s2s_model", "starting from a duplex model", (None,)),
     Pending("model.incremental_loading", "loading tensor by tensor", (False,)),
-    Pending("model.automodel_backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash")),
+    Pending(
+        "model.automodel_backend.attn",
+        "this attention kernel",
+        ("auto", "sdpa", "eager", "flash"),
+        "attn: auto",
+    ),
     Pending("model.automodel_backend.linear", "this linear layer", ("torch",)),
     Pending("model.automodel_backend.rms_norm", "this norm kernel", ("torch",)),
     Pending("model.automodel_backend.rope_fusion", "fused rotary embeddings", (False,)),
@@ -69,7 +76,7 @@ _SPEECH = (
 
 _LLM = (
     Pending("distributed.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
-    Pending("model.backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash")),
+    Pending("model.backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash"), "attn: auto"),
     Pending("model.backend.linear", "this linear layer", ("torch",)),
     Pending("model.backend.rms_norm", "this norm kernel", ("torch", "torch_fp32")),
     Pending("model.backend.rope_fusion", "fused rotary embeddings", (False,)),
@@ -109,7 +116,7 @@ def _key_rule(item: Pending, recipe: Recipe) -> Rule:
 
     identifier = "not-yet-" + item.key.removeprefix("model.").replace(".", "-").replace("_", "-")
     why = f"{item.feature} arrives later"
-    return Rule(identifier, recipe, (item.key,), check, why, "leave it out", pending=True)
+    return Rule(identifier, recipe, (item.key,), check, why, item.repair, pending=True)
 
 
 def _axis_rule(size: str, identifier: str, name: str, recipe: Recipe) -> Rule:
