@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shoal.kernels.attention import Backend
 from shoal.kernels.attention_hf import PACKED_ATTENTION
-from shoal.kernels.check import TOLERANCES, AttentionCase, KernelReport, Run, attention_problem, compare
+from shoal.kernels.check import TOLERANCES, AttentionCase, KernelReport, attention_problem, compare
+from shoal.kernels.check_ssd import Run
 
 ONE_DOCUMENT = (129,)
 PACKED = (70, 0, 1, 129, 33)
