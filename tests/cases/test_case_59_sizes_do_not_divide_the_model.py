@@ -25,6 +25,7 @@ SHAPE = {
     "num_local_experts": 6,
     "mamba_num_heads": 6,
 }
+BY_HEADS = {"mamba_cp": "all_to_all"}
 
 
 def _findings(folder: Path, shape: dict[str, Any], world_size: int, **sizes: Any) -> dict[str, Finding]:
@@ -49,7 +50,7 @@ def test_three_ranks_cannot_share_two_key_value_heads(tmp_path: Path) -> None:
 
 
 def test_four_ranks_share_two_key_value_heads(tmp_path: Path) -> None:
-    found = _findings(tmp_path, SHAPE, 4 * 7, tp_size=4, cp_size=7)
+    found = _findings(tmp_path, SHAPE, 4 * 7, tp_size=4, cp_size=7, distributed_config=BY_HEADS)
     assert "tp-divides-kv-heads" not in found and "cp-divides-mamba-heads" in found
 
 
@@ -58,12 +59,16 @@ def test_four_ranks_share_two_key_value_heads(tmp_path: Path) -> None:
     [
         ({"tp_size": 3}, "tp-divides-heads", "8 attention heads: 1, 2, 4, 8"),
         ({"ep_size": 4}, "ep-divides-experts", "6 experts: 1, 2, 3, 6"),
-        ({"cp_size": 4}, "cp-divides-mamba-heads", "6 Mamba heads: 1, 2, 3, 6"),
+        (
+            {"cp_size": 4, "distributed_config": BY_HEADS},
+            "cp-divides-mamba-heads",
+            "6 Mamba heads: 1, 2, 3, 6",
+        ),
         ({"pp_size": 4}, "pp-fits-layers", "3 layers"),
     ],
 )
 def test_each_degree_is_checked_against_the_model(
-    sizes: dict[str, int], rule: str, limit: str, tmp_path: Path
+    sizes: dict[str, Any], rule: str, limit: str, tmp_path: Path
 ) -> None:
     found = _findings(tmp_path, SHAPE, 60, **sizes)[rule]
     assert found.value == next(iter(sizes.values()))

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.config.schema import MambaContextMethod
 from shoal.kernels.ssd import document_ids
 from shoal.kernels.ssd_layer import MambaMixing
 from shoal.kernels.ssd_reference import reference_convolution, reference_scan
 from shoal.mesh import exchange
 from shoal.parallel.context import mamba
-from shoal.parallel.context.mamba import MambaMethod, context_mixing
+from shoal.parallel.context.mamba import context_mixing
 from shoal.parallel.context.split import DualChunks, borders_of, local_index
 
 HUGE = 1e6
@@ -99,7 +100,7 @@ def in_one_process(problem: Problem) -> dict[str, Tensor]:
 
 
 def on_a_rank(
-    rank: int, world: int, problem: Problem, method: MambaMethod, fault: str = ""
+    rank: int, world: int, problem: Problem, method: MambaContextMethod, fault: str = ""
 ) -> dict[str, Any]:
     """This rank's output and gradients; `index` and `is_real` say which tokens they belong to.
 
@@ -131,7 +132,7 @@ def on_a_rank(
     return {"y": y.detach(), **gradients, **parameters, "index": index, "is_real": is_real}
 
 
-def sent_on_a_rank(rank: int, world: int, problem: Problem, method: MambaMethod) -> int:
+def sent_on_a_rank(rank: int, world: int, problem: Problem, method: MambaContextMethod) -> int:
     """How many numbers a forward hands to collectives for other ranks."""
     sent = 0
     exchanged, gathered = exchange._exchanged, dist.all_gather_single

@@ -7,7 +7,8 @@ import functools
 import pytest
 from torch import Tensor
 
-from shoal.parallel.context.mamba import MambaMethod, cheaper_method, sent_numbers
+from shoal.config.schema import MambaContextMethod
+from shoal.parallel.context.mamba import cheaper_method, sent_numbers
 from shoal.parallel.context.split import DualChunks
 from tests.parity.context import assert_close
 from tests.parity.context_mamba import (
@@ -22,7 +23,7 @@ from tests.parity.context_mamba import (
 )
 from tests.zygote import RankRunner
 
-METHODS: tuple[MambaMethod, ...] = ("all_to_all", "state")
+METHODS: tuple[MambaContextMethod, ...] = ("all_to_all", "state")
 PROBLEMS = {
     "ragged": Problem(),
     "one group": Problem(heads=8, groups=1),
@@ -43,7 +44,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "method", "world"), TABLE)
-def test_documents_over_ranks(ranks: RankRunner, name: str, method: MambaMethod, world: int) -> None:
+def test_documents_over_ranks(ranks: RankRunner, name: str, method: MambaContextMethod, world: int) -> None:
     problem = PROBLEMS[name]
     assert_close(joined(ranks(on_a_rank, world, problem, method), problem), expected(name), 1e-10)
 
@@ -64,7 +65,7 @@ def test_heads_that_the_ranks_do_not_divide(ranks: RankRunner) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_without_a_document_every_parameter_still_has_a_gradient(
-    ranks: RankRunner, method: MambaMethod
+    ranks: RankRunner, method: MambaContextMethod
 ) -> None:
     for lengths in ((), (0, 0)):
         for result in ranks(on_a_rank, 2, Problem(lengths=lengths), method):
@@ -77,7 +78,7 @@ def test_without_a_document_every_parameter_still_has_a_gradient(
     ("fault", "method"),
     [(fault, "all_to_all" if fault == "dual-chunk-order" else "state") for fault in FAULTS],
 )
-def test_a_planted_fault_is_seen(ranks: RankRunner, fault: str, method: MambaMethod) -> None:
+def test_a_planted_fault_is_seen(ranks: RankRunner, fault: str, method: MambaContextMethod) -> None:
     results = ranks(on_a_rank, 2, PROBLEMS["ragged"], method, fault)
     with pytest.raises(AssertionError, match=r"\w+: "):
         assert_close(joined(results, PROBLEMS["ragged"]), expected("ragged"), 1e-3)
@@ -96,7 +97,7 @@ def test_the_cheaper_method_is_taken() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_sent_is_what_the_formula_says(ranks: RankRunner, method: MambaMethod) -> None:
+def test_what_is_sent_is_what_the_formula_says(ranks: RankRunner, method: MambaContextMethod) -> None:
     problem = Problem()
     promised = sent_numbers(layer_of(problem, inputs(problem)), DualChunks(problem.lengths, 2, 0), method)
     assert ranks(sent_on_a_rank, 2, problem, method) == [promised, promised]

@@ -14,6 +14,7 @@ from shoal.config.values import FunctionName, PositiveInt
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 CheckpointingMode = bool | Literal["full", "selective"]
 ContextMethod = Literal["ring", "allgather", "ulysses"]
+MambaContextMethod = Literal["auto", "all_to_all", "state"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class FSDP2Config:
 
     mp_policy None means "from trainer.precision" (speech) or the default policy (LLM).
     reshard_after_forward None means automatic: True, or False under pipeline parallelism.
-    cp_method says how attention reaches the tokens of other ranks; it needs cp_size > 1.
+    cp_method says how attention reaches the tokens of other ranks, and mamba_cp how Mamba-2 layers do; both need
+    cp_size > 1.
     """
 
     sequence_parallel: bool = False
@@ -70,6 +72,7 @@ class FSDP2Config:
     defer_fsdp_grad_sync: bool = True
     reshard_after_forward: bool | None = None
     cp_method: ContextMethod = "ring"
+    mamba_cp: MambaContextMethod = "auto"
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ __all__ = [
     "STRATEGY_OPTIONS",
     "CheckpointingMode",
     "ContextMethod",
+    "MambaContextMethod",
     "DDPConfig",
     "DistEnvConfig",
     "DistributedConfig",

@@ -32,6 +32,7 @@ from shoal.models.lora import ADAPTER_PATTERN, add_lora
 from shoal.models.meta import cast_stored, parameters_on_meta, replace_parameters
 from shoal.parallel.activation_checkpointing import ContextFn, checkpoint_activations
 from shoal.parallel.compile import compile_layers
+from shoal.parallel.context.mamba import share_mamba_tokens
 from shoal.parallel.context.share import attach_context_parallel
 from shoal.parallel.ddp import autocasting, replicate_in_place, wrap_ddp
 from shoal.parallel.fsdp2 import fsdp2_model, shard_fsdp2
@@ -212,6 +213,7 @@ def _share_tokens(module: nn.Module, plan: ModelPlan, setup: DistributedSetup) -
     assert isinstance(strategy, FSDP2Config)  # rules refuse the axis for every other strategy
     llm = _submodule(module, plan.llm)
     attach_context_parallel(module, llm, mesh.group(MeshAxisName.CP), strategy.cp_method, mesh.tp_size)
+    share_mamba_tokens(llm, strategy.mamba_cp, mesh.cp_size)
 
 
 def _loss_group(setup: DistributedSetup) -> ProcessGroup | None:

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shoal.config.schema import MambaContextMethod
 from shoal.kernels.packed import accumulation_dtype
 from shoal.kernels.ssd import document_ids
 from shoal.kernels.ssd_layer import MambaMixing
 from shoal.parallel.context.attention import AttentionContext
-from shoal.parallel.context.mamba import MambaMethod, context_mixing
+from shoal.parallel.context.mamba import context_mixing
 
 _MIXERS = frozenset({"Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"})
 """Classes of transformers that compute the same from the same attributes."""
 
 
-def substitute_mamba(llm: PreTrainedModel, context_method: MambaMethod = "auto") -> int:
+def substitute_mamba(llm: PreTrainedModel, context_method: MambaContextMethod = "auto") -> int:
     """Gives every Mamba-2 layer below `llm` our convolution and scan, in place; returns their number.
 
     Borders of documents are read from `cu_seq_lens_q` [N+1] (one row of documents, as for attention), or from

@@ -143,6 +143,7 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
     ),
     ("global-batch-divides", "llm", 5, {}),
     ("cp-method-needs-cp", "llm", 4, _distributed(cp_method="ulysses")),
+    ("mamba-cp-needs-cp", "llm", 4, _distributed(mamba_cp="state")),
     ("cp-method-needs-cp", "speech", 2, _mesh(distributed_config={"cp_method": "allgather"})),
     (
         "cp-attention",

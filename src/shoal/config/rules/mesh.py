@@ -83,6 +83,18 @@ def _method_needs_cp(config: Config, facts: Facts) -> Iterator[Broken]:
         yield Broken(f"{key}.cp_method", options.cp_method, "absent with cp_size = 1")
 
 
+def _mamba_method_needs_cp(config: Config, facts: Facts) -> Iterator[Broken]:
+    key, options = _fsdp2_options(config)
+    if options is not None and options.mamba_cp != "auto" and sizes_of(config).cp_size == 1:
+        yield Broken(f"{key}.mamba_cp", options.mamba_cp, "absent with cp_size = 1")
+
+
+def _mamba_heads(config: Config, facts: Facts) -> Iterator[Broken]:
+    _, options = _fsdp2_options(config)
+    if options is not None and options.mamba_cp == "all_to_all":
+        yield from _divides("cp_size", "num_mamba_heads", "Mamba heads")(config, facts)
+
+
 def _heads_for_ulysses(config: Config, facts: Facts) -> Iterator[Broken]:
     key, options = _fsdp2_options(config)
     sizes, heads = sizes_of(config), (facts.shape or ModelShape()).num_heads
@@ -221,6 +233,14 @@ MESH_RULES: tuple[Rule, ...] = (
         "leave cp_method out, or cp_size: 2",
     ),
     Rule(
+        "mamba-cp-needs-cp",
+        "both",
+        _STRATEGY_KEYS,
+        _mamba_method_needs_cp,
+        "a method says how Mamba-2 layers reach the tokens of other ranks",
+        "leave mamba_cp out, or cp_size: 2",
+    ),
+    Rule(
         "ulysses-divides-heads",
         "both",
         _STRATEGY_KEYS,
@@ -241,9 +261,9 @@ MESH_RULES: tuple[Rule, ...] = (
         "cp-divides-mamba-heads",
         "both",
         _STRATEGY_KEYS,
-        _divides("cp_size", "num_mamba_heads", "Mamba heads"),
-        "context parallelism trades sequence for heads in Mamba layers",
-        "lower cp_size",
+        _mamba_heads,
+        "mamba_cp: all_to_all gives each rank whole heads of Mamba layers",
+        "mamba_cp: auto",
     ),
     Rule(
         "pp-fits-layers",

@@ -18,16 +18,15 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shoal.config.schema import MambaContextMethod
 from shoal.kernels.packed import accumulation_dtype
 from shoal.kernels.ssd import document_ids
 from shoal.kernels.ssd_layer import MambaMixing
 from shoal.mesh.exchange import all_to_all, gather
 from shoal.parallel.context.split import DualChunks, borders_of, gathered_places, local_places, take
-
-MambaMethod = Literal["auto", "all_to_all", "state"]
 
 
 def context_mixing(
@@ -36,7 +35,7 @@ def context_mixing(
     layer: MambaMixing,
     layout: DualChunks,
     group: ProcessGroup,
-    method: MambaMethod = "auto",
+    method: MambaContextMethod = "auto",
     *,
     name: str = "Mamba-2 layer",
 ) -> Tensor:
@@ -65,6 +64,19 @@ def context_mixing(
         raise ValueError(f"mamba_cp = {method!r}: one of auto, all_to_all, state; repair: mamba_cp: auto")
     refuse_indivisible_heads(name, layer.heads, layout.size)
     return _through_heads(xbc[0], dt[0], layer, layout, group)[None]
+
+
+def share_mamba_tokens(model: nn.Module, method: MambaContextMethod, size: int) -> None:
+    """Tells the Mamba-2 layers below `model`, which `shoal.models.mamba` has substituted, how to share tokens.
+
+    Raises:
+        ValueError: `size` ranks do not divide a layer's heads, which ``all_to_all`` needs; with the layer's name.
+    """
+    for name, layer in model.named_modules():
+        if getattr(layer, "separates_documents", False):
+            if method == "all_to_all":
+                refuse_indivisible_heads(name, layer.num_heads, size)
+            layer.context_method = method
 
 
 def refuse_indivisible_heads(name: str, heads: int, size: int) -> None:
@@ -306,10 +318,10 @@ def _tail(layout: DualChunks, width: int, document: int, position: int) -> int |
 
 
 __all__ = [
-    "MambaMethod",
     "cheaper_method",
     "context_mixing",
     "group_copies",
     "refuse_indivisible_heads",
     "sent_numbers",
+    "share_mamba_tokens",
 ]
