@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.config.schema import FSDP2Config
 from shoal.parallel.layers import transformer_layers
 from shoal.verify.cause import Cause, Evidence, infer
-from shoal.verify.compare import Comparison, compare, tensor_errors
+from shoal.verify.compare import batch_problems, compare, tensor_errors
 from shoal.verify.layers import first_output, last_gradient
-from shoal.verify.parity import train_on_mesh
+from shoal.verify.parity import deal_on_mesh, train_on_mesh
 from shoal.verify.ranks import RanksFailed, run_ranks
 from shoal.verify.record import Record
 from shoal.verify.reference import Contributions, build_plain, contributions, train_plain
@@ -26,15 +27,12 @@ class Variant:
     layout: MeshLayout
 
 
-def find_cause(
-    task: Task, layout: MeshLayout, comparison: Comparison | None, failed: RanksFailed | None, timeout: float
-) -> Cause:
+def find_cause(task: Task, layout: MeshLayout, failed: RanksFailed | None, timeout: float) -> Cause:
     """Reruns a wrong task with one thing off at a time, then with every module watched.
 
     Args:
         task: What is wrong.
         layout: On which layout.
-        comparison: How it is wrong; None when ranks failed.
         failed: How ranks failed; None when they did not.
         timeout: Of one run, in seconds.
     """
@@ -44,14 +42,36 @@ def find_cause(
         for variant in variants(task, layout)
         if not _is_wrong(variant, plain if variant.task is task else _plain(variant.task, timeout), timeout)
     )
-    if comparison is None:
-        assert failed is not None
-        kind = "hang" if all(f.reason in ("hung", "stopped") for f in failed.failures) else "crash"
-        return Cause(kind, str(failed), necessary)
+    if failed is not None:
+        return _cause_of_failure(task, layout, failed, necessary, timeout)
+    first = replace(task, num_steps=1)
+    if "clipping" not in necessary:  # a wrong norm would scale right gradients wrongly
+        first = replace(first, max_norm=None)
+    return infer(_first_step(first, layout, necessary, timeout))
+
+
+def _cause_of_failure(
+    task: Task, layout: MeshLayout, failed: RanksFailed, necessary: tuple[str, ...], timeout: float
+) -> Cause:
+    """Ranks that fail together may have got micro-batches of different shapes: deal them once more without training."""
+    problems: list[str] = []
+    with contextlib.suppress(RanksFailed):
+        ranks = run_ranks(lambda rank: deal_on_mesh(task, layout), layout.world, timeout=timeout)
+        problems = batch_problems(task, ranks)
+    if problems:
+        return Cause("batches", "; ".join([*problems, str(failed)]), necessary)
+    kind = "hang" if all(f.reason in ("hung", "stopped") for f in failed.failures) else "crash"
+    return Cause(kind, str(failed), necessary)
+
+
+def _first_step(task: Task, layout: MeshLayout, necessary: tuple[str, ...], timeout: float) -> Evidence:
+    """Takes the first step alone, with every module watched."""
+    plain = _plain(task, timeout)
     module, parts, names = _alone(task, timeout)
     ranks = run_ranks(lambda rank: train_on_mesh(task, layout, capture=True), layout.world, timeout=timeout)
-    axes, bound = layout.axes, comparison.tolerance
-    evidence = Evidence(
+    comparison, axes = compare(task, plain, ranks), layout.axes
+    bound = comparison.tolerance
+    return Evidence(
         comparison,
         plain,
         ranks,
@@ -61,9 +81,8 @@ def find_cause(
         necessary,
         first_output(ranks, parts.captured, axes, bound),
         last_gradient(ranks, parts.captured, names, axes, bound),
-        _module_differs(plain, module, comparison.tolerance),
+        _module_differs(plain, module, bound),
     )
-    return infer(evidence)
 
 
 def variants(task: Task, layout: MeshLayout) -> Iterator[Variant]:

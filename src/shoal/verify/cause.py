@@ -45,9 +45,9 @@ class Evidence:
     """What a cause is inferred from.
 
     Attributes:
-        comparison: Of the whole run.
-        plain: The plain process.
-        ranks: The run on the layout.
+        comparison: Of the first step.
+        plain: The plain process, this step.
+        ranks: The same on the layout.
         parts: What each micro-batch contributes.
         sizes: Size of each axis.
         max_norm: Bound of the gradient norm.
@@ -248,8 +248,7 @@ def _update(evidence: Evidence) -> _Guess | None:
     clipped, names = comparison.wrong(comparison.clipped[0]), comparison.wrong(comparison.weights)
     if clipped:
         return "clipping", "gradients and their norm are right, but clipping is not", clipped
-    later = comparison.wrong(comparison.gradients[-1])
-    if later or not names:
+    if not names:
         return None
     buffers = [name for name in names if name not in evidence.plain.initial]
     if len(buffers) == len(names):

@@ -67,6 +67,17 @@ def train_on_mesh(task: Task, layout: MeshLayout, *, capture: bool = False) -> R
     return seen
 
 
+def deal_on_mesh(task: Task, layout: MeshLayout) -> RankRecord:
+    """What one rank of a layout would train on; collective, nothing is trained."""
+    setup = build_setup(layout)
+    model = assemble(plan_for(task, layout), setup, Numerics(stored=task.dtype), CPU)
+    seen = RankRecord(setup.mesh_context.sizes.coordinate(dist.get_rank()), Record())
+    for step in range(task.num_steps):
+        batch = deal(task.draw(step), model, task.empty)
+        seen.digests.append([digest(micro_batch) for micro_batch in batch.micro_batches])
+    return seen
+
+
 def build_setup(layout: MeshLayout) -> DistributedSetup:
     """The mesh of a layout. Collective."""
     return DistributedSetup.build(

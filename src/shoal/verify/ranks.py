@@ -145,7 +145,8 @@ def _collect(job: _Job[T], pids: list[int]) -> list[T]:
                 else:
                     results[rank] = outcome[0]
             elif ended is not None:
-                failures[rank] = Failure(rank, "ended", f"exit status {ended.si_status}", _output(job, rank))
+                what = "exit status" if ended.si_code == os.CLD_EXITED else "signal"
+                failures[rank] = Failure(rank, "ended", f"{what} {ended.si_status}", _output(job, rank))
         if failures and late == "hung":
             deadline, late = min(deadline, time.monotonic() + _GRACE_SECONDS), "stopped"
         time.sleep(_POLL_SECONDS)

@@ -103,5 +103,5 @@ def check(prepared: Prepared, options: VerifyOptions) -> Report:
             raise ConfigError(failed.refused) from failed
         report.failed = failed
     if not report.passed and options.bisect:
-        report.cause = find_cause(task, layout, report.comparison, report.failed, options.timeout)
+        report.cause = find_cause(task, layout, report.failed, options.timeout)
     return report
