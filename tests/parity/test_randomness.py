@@ -16,6 +16,7 @@ from torch import nn
 import shoal.models.causal_lm as causal_lm
 import shoal.models.dropout as dropout
 import shoal.parallel.tensor.apply as tensor_apply
+from shoal.config.llm import CompileConfig
 from shoal.config.schema import FSDP2Config, ParallelismSizes
 from shoal.models.assemble import ModelPlan, Numerics, assemble, assemble_in_place
 from shoal.models.causal_lm import CausalLM
@@ -56,6 +57,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "packs": {"rows": 3, "packs": True},
     "wide-packs": {"rows": 6, "packs": True},
     "packed": {"packed": True},
+    "compiled": {"compile": CompileConfig(enabled=True, backend="aot_eager")},
 }
 DATA_PARALLEL = ("ddp2", "fsdp2", "fsdp4", "hsdp2x2", "checkpointing")
 TENSOR_PARALLEL = ("tp2", "tp2-sp", "dp2-tp2-sp")
@@ -67,8 +69,11 @@ TABLE = [
     *(("phi3-lora", composition, "fsdp2") for composition in ("one-by-one", "wide", "packs", "wide-packs")),
     *(("phi3-lora", "packs", layout) for layout in ("checkpointing", "dp2-tp2-sp", "cp2-tp2-sp")),
     *((variant, "", "cp2") for variant in ("phi3", "phi3-lora")),
+    ("phi3", "compiled", "checkpointing"),
     *(("speech", "", layout) for layout in ("ddp2", "hsdp2x2", "checkpointing")),
     *(("speech", composition, "fsdp2") for composition in ("one-by-one", "wide", "packed")),
+    ("speech", "", "tp2-sp"),
+    ("speech", "packed", "dp2-tp2-sp"),
 ]
 
 
@@ -85,7 +90,7 @@ def expected(variant: str) -> Record:
 @pytest.mark.parametrize(("variant", "composition", "layout"), TABLE)
 def test_dropout_is_the_same(ranks: RankRunner, variant: str, composition: str, layout: str) -> None:
     case = case_of(variant, composition)
-    actual = ranks(run_layout, LAYOUTS[layout].world, case, LAYOUTS[layout])[0]
+    actual = ranks(run_layout, LAYOUTS[layout].world, case, LAYOUTS[layout], timeout=240.0)[0]
     assert_parity(actual, expected(variant), case)
 
 

@@ -72,6 +72,19 @@ def test_the_ends_of_the_range_of_p() -> None:
     assert counter_dropout(x.detach(), 1.0 - 1.0 / LEVELS, KEY, keys).isfinite().all()
 
 
+def test_one_byte_per_element_is_kept_for_backward() -> None:
+    x = torch.randn(4, 64, 128, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        counter_dropout(x, 0.1, KEY, rows(4, 64))
+    assert sum(tensor.numel() * tensor.element_size() for tensor in kept) == x.numel()
+
+
 def test_p_is_rounded_without_bias() -> None:
     x = torch.ones(64, 256, 256, dtype=torch.float64)
     for p in (1e-4, 0.1, 1 / 3):
