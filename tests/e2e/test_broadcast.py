@@ -17,8 +17,8 @@ from tests.e2e.tiny_llm import PACKED, configuration
 from tests.zygote import RankRunner
 
 
-def train(rank: int, world: int, mapping: dict[str, Any], stop_after: int | None = None) -> dict[str, Any]:
-    """Trains as `shoal train` does; returns what this rank built and saw."""
+def train(rank: int, world: int, mapping: dict[str, Any], without_data: int | None = None) -> dict[str, Any]:
+    """Trains as `shoal train` does, on a rank that may lack its data; returns what this rank built and saw."""
     from shoal.train import llm_recipe
     from shoal.train.modules import ShoalModule
 
@@ -26,6 +26,8 @@ def train(rank: int, world: int, mapping: dict[str, Any], stop_after: int | None
 
     class Watched(TextData):
         def train_loader(self, *arguments: Any) -> StepLoader:
+            if rank == without_data:
+                raise ValueError("dataset.path: no such file on this node")
             seen["built"].append("training")
             return super().train_loader(*arguments)
 
@@ -105,3 +107,14 @@ def test_a_run_goes_on_where_its_peers_stopped(ranks: RankRunner, root: Path) ->
     for one, other in zip(whole, resumed, strict=True):
         assert other["batches"] == one["batches"][4:] and other["positions"] == one["positions"][4:]
         assert other["losses"] == pytest.approx(one["losses"][4:], rel=1e-8)
+
+
+@pytest.mark.parametrize("distributed", [{"strategy": "fsdp2", "tp_size": 2}, {"strategy": "ddp"}])
+def test_a_rank_without_its_data_stops_all(
+    ranks: RankRunner, root: Path, tmp_path: Path, distributed: dict[str, Any]
+) -> None:
+    run = run_of(root, tmp_path, distributed)
+    outcomes = ranks(train, 4, run, 2, init=False, timeout=180, expect_failure=True, grace=60)
+    assert [(one.kind, one.error_type) for one in outcomes] == [("raised", "ValueError")] * 4
+    (message,) = {one.message for one in outcomes}
+    assert message.startswith("rank 2: ") and message.endswith("dataset.path: no such file on this node")

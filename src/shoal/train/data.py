@@ -14,6 +14,7 @@ from functools import cache
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from shoal.checkpoint.agree import agreed
 from shoal.config.speech import DataConfig
 from shoal.data.batch import StepBatch
 from shoal.data.broadcast import broadcast_loader
@@ -86,10 +87,16 @@ class StreamData(pl.LightningDataModule, ABC):
         return [one(name) for name in self.validation_names()]
 
     def _shared(self, build: Callable[[], Iterable[StepBatch]], name: str) -> Iterable[StepBatch]:
-        """The loader that `build` gives, shared by the peers of a data-parallel coordinate. Collective."""
+        """The loader that `build` gives, shared by the peers of a data-parallel coordinate. Collective.
+
+        Raises:
+            ValueError: `build` failed somewhere (a file that one node lacks); on every rank of the job.
+        """
         assert self.trainer is not None
         setup = distributed_setup(self.trainer.strategy)
-        return broadcast_loader(build, None if setup is None else setup.mesh_context, name=name)
+        if setup is None:
+            return build()
+        return agreed(lambda: broadcast_loader(build, setup.mesh_context, name=name), None, ValueError)
 
     def _module(self) -> ShoalModule:
         assert self.trainer is not None
