@@ -6,8 +6,9 @@ of both are compared, so that they are known to do the same work. The convolutio
 
     time ratio   = S(transformers) / S(shoal),  S = median over repetitions of the user plus system seconds of forward
                    and backward, after one of each on 64 tokens
-    memory       = M, median over repetitions of the growth of the peak of the process's resident memory over forward
-                   and backward: gradients are included, inputs and weights are not
+    memory       = M, the growth of the peak of the process's resident memory over forward and backward: gradients are
+                   included, inputs and weights are not; in a process of its own, whose allocator gives freed memory
+                   back at once, so that the peak is one of use
     linear fit   = M over T, least squares; R2 is its coefficient of determination, and excess = the largest
                    |M(T) - fit(T)| / M(T)
 
@@ -19,6 +20,7 @@ The peak is the kernel's high-water mark (VmHWM), reset just before. Linux only.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import resource
@@ -32,6 +34,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.provenance import provenance  # noqa: E402 (needs the path above)
 
+M_MMAP_THRESHOLD = -3
+"""glibc's name of the size from which memory is mapped, and unmapped when freed."""
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("transformers", "shoal")
 TOKENS = (512, 1024, 2048, 4096)
@@ -66,10 +70,12 @@ def build(case: dict[str, Any], kind: str) -> Any:
     return model.backbone.layers[0].mixer
 
 
-def run(kind: str, case: dict[str, Any], tokens: int, part: str) -> dict[str, Any]:
+def run(kind: str, case: dict[str, Any], tokens: int, part: str, for_memory: bool) -> dict[str, Any]:
     """One repetition in this process."""
     import torch
 
+    if for_memory:
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     mixer = build(case, kind)
     generator = torch.Generator().manual_seed(1)
     if part == "layer":
@@ -168,11 +174,12 @@ def measure(name: str, tokens: int, part: str, repetitions: int) -> dict[str, An
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for _ in range(repetitions):
         for kind in KINDS:
-            found[kind].append(_in_a_process(kind, name, tokens, part))
+            found[kind].append(_in_a_process(kind, name, tokens, part, False))
     row: dict[str, Any] = {"case": name, "part": part, "tokens": tokens}
     for kind, results in found.items():
         row[kind] = {
-            key: statistics.median(result[key] for result in results) for key in ("seconds", "bytes")
+            "seconds": statistics.median(result["seconds"] for result in results),
+            "bytes": _in_a_process(kind, name, tokens, part, True)["bytes"],
         }
     row["time_ratio"] = row["transformers"]["seconds"] / row["shoal"]["seconds"]
     row["memory_ratio"] = row["transformers"]["bytes"] / row["shoal"]["bytes"]
@@ -191,10 +198,10 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> float:
     )
 
 
-def _in_a_process(kind: str, name: str, tokens: int, part: str) -> dict[str, Any]:
+def _in_a_process(kind: str, name: str, tokens: int, part: str, for_memory: bool) -> dict[str, Any]:
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=lambda: sender.send(run(kind, CASES[name], tokens, part)))
+    process = fork.Process(target=lambda: sender.send(run(kind, CASES[name], tokens, part, for_memory)))
     process.start()
     sender.close()
     result: dict[str, Any] = receiver.recv()  # EOFError when the process has failed, beside its own traceback

@@ -114,7 +114,7 @@ def test_a_missing_reset_is_seen(family: str, fault: str, monkeypatch: pytest.Mo
         right = ssd_chunked._masks
         monkeypatch.setattr(ssd_chunked, "_masks", lambda span, size, _, like: right(span, size, None, like))
     else:
-        monkeypatch.setattr(ssd_convolution, "_masked", lambda x, apart: x)
+        monkeypatch.setattr(ssd_convolution, "_masked", lambda x, *_: x)
     with InDouble():
         assert worst(packed(substituted(family)), expected(family)) > 1e-3
 
