@@ -72,6 +72,17 @@ def vocab_loss(result: dict[str, Any]) -> Iterable[str]:
         yield f"| {name} | {ratios} | {case['largest_difference']['parallel']:.1e} |"
 
 
+def dropout(result: dict[str, Any]) -> Iterable[str]:
+    """Dropout by hashing."""
+    limit = result["time_limit"]
+    yield f"| dropout by hashing, over torch's | CPU time, limit {limit:g} | forward alone | bytes kept per element |"
+    yield "| --- | --- | --- | --- |"
+    for name, case in result["cases"].items():
+        kept = case["bytes_per_element"]
+        ratios = f"{case['time_ratio']:.2f} | {case['forward_ratio']:.2f}"
+        yield f"| {name} | {ratios} | {kept['counter']:g}, torch's {kept['torch']:g} |"
+
+
 def broadcast(result: dict[str, Any]) -> Iterable[str]:
     """One loader for the ranks that share a batch."""
     one = next(iter(result["cases"].values()))
@@ -125,6 +136,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "loading": ("Loading", loading),
     "loss": ("The loss of large vocabularies", loss),
     "vocab_loss": ("The loss of a head spread over ranks", vocab_loss),
+    "dropout": ("Dropout that does not depend on the layout", dropout),
     "broadcast": ("One loader for ranks that share a batch", broadcast),
     "checkpoint": ("Checkpoints and exports", checkpoint),
 }

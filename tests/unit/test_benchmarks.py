@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, loading, loss, overhead, peers, report, smollm2
+from benchmarks import checkpoint, dropout, loading, loss, overhead, peers, report, smollm2
 
 
 @pytest.mark.slow
@@ -108,6 +108,7 @@ def test_measured_figures_stay_within_their_limits() -> None:
     result = measured()
     assert all(case["memory_ratio"] <= loss.MEMORY_LIMIT for case in result["loss"]["cases"].values())
     assert max(result["peers"]["largest_loss_difference"].values()) < 0.5 * 10**-peers.DECIMALS
+    assert all(case["time_ratio"] <= dropout.TIME_LIMIT for case in result["dropout"]["cases"].values())
     for name, target in result["overhead"]["targets"].items():
         assert result["overhead"]["ratios"][name] <= target
 
