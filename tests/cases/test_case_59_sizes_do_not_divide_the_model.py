@@ -87,6 +87,21 @@ def test_sizes_of_a_nested_text_model_are_read(tmp_path: Path) -> None:
     assert "8 attention heads" in _findings(tmp_path, nested, 3, tp_size=3)["tp-divides-heads"].limit
 
 
+@pytest.mark.parametrize("fields", [SHAPE, {"text_config": SHAPE}])
+def test_sizes_that_stand_in_the_file_itself_are_read(fields: dict[str, Any]) -> None:
+    data = {
+        **base("llm"),
+        "model": {"config": {"model_type": "llama", **fields}},
+        "distributed": {"tp_size": 3},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(data, world_size=3)
+    found = {finding.rule: finding for finding in caught.value.findings}
+    assert set(found) == {"tp-divides-heads", "tp-divides-kv-heads"}
+    assert found["tp-divides-heads"].key == "distributed.tp_size"
+    assert found["tp-divides-heads"].repair == "tp_size: 2"
+
+
 def test_all_that_does_not_divide_is_in_one_message(tmp_path: Path) -> None:
     found = _findings(tmp_path, SHAPE, 5 * 4 * 7, tp_size=5, ep_size=4, pp_size=4, cp_size=7)
     assert {"tp-divides-heads", "tp-divides-kv-heads", "ep-divides-experts", "pp-fits-layers"} <= set(found)

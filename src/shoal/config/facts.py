@@ -52,7 +52,8 @@ class Facts:
         launched_world_size: The number of ranks that were, or are about to be, started; None when not given.
         devices_per_node: Ranks on one node; None when unknown.
         accelerators: Accelerators of this machine.
-        shape: Sizes of the language model when its folder is local and has a ``config.json``.
+        shape: Sizes of the language model when its folder is local and has a ``config.json``, or when its configuration
+            stands in the file itself.
         attention_dropout: Those of `ATTENTION_DROPOUT` that the language model's configuration sets above 0.
     """
 
@@ -71,15 +72,15 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
     per_node, planned = _planned_world(config, accelerators, options.to_train)
     if world_size is not None:
         per_node = _launched_per_node(config, world_size)
-    raw = read_model_config(llm_folder(config))
+    raw = read_model_config(llm_folder(config)) or _inline_config(config)
     return Facts(
         options=options,
         world_size=planned if world_size is None else world_size,
         launched_world_size=world_size,
         devices_per_node=per_node,
         accelerators=accelerators,
-        shape=None if raw is None else _shape(raw),
-        attention_dropout=_attention_dropout(raw or _inline_config(config)),
+        shape=_shape(raw) if raw else None,
+        attention_dropout=_attention_dropout(raw),
     )
 
 
@@ -132,13 +133,19 @@ def read_model_config(folder: Path | None) -> Mapping[str, Any] | None:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    return _text_fields(raw)
 
 
 def _inline_config(config: Any) -> Mapping[str, Any]:
     """Returns the fields of a model's configuration that stand in the file itself."""
     fields = config.model.config if isinstance(config, LLMConfig) and config.model is not None else None
-    return fields if isinstance(fields, Mapping) else {}
+    return _text_fields(fields) if isinstance(fields, Mapping) else {}
+
+
+def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the fields with those of the language model on top."""
+    text = fields.get("text_config")
+    return {**fields, **text} if isinstance(text, Mapping) else fields
 
 
 def _shape(raw: Mapping[str, Any]) -> ModelShape:
