@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint types unit parity parity-full clean
+.PHONY: help install quickstart test lint types unit unit-full parity parity-full clean
 
 help:
 	@echo "make quickstart  train, evaluate and plot a small speech language model on this machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint        ruff"
 	@echo "make types       mypy --strict"
 	@echo "make unit        all tests, without lint and types; PYTEST_ARGS='-k mesh' selects"
+	@echo "make unit-full   the rows of all tables, beyond the covering selection too"
 	@echo "make parity      train under every layout and write docs/parity.md"
 	@echo "make parity-full  every family under every tensor-parallel layout, into docs/parity_tensor.md; ARGS=--resume"
 	@echo "make clean       remove the virtual environment and caches"
@@ -49,6 +50,9 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+unit-full: $(STAMP)
+	$(BIN)/python -m pytest --full $(PYTEST_ARGS)
 
 parity: $(STAMP)
 	$(BIN)/python scripts/parity_table.py

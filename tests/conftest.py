@@ -9,6 +9,20 @@ import pytest
 from tests.zygote import RankRunner
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the rows beyond the covering selection as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tables of layouts are products; without --full each family, layout and pair of axes runs where it is richest."""
+    if config.getoption("--full"):
+        return
+    beyond = [item for item in items if item.get_closest_marker("full")]
+    if beyond:
+        config.hook.pytest_deselected(items=beyond)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankRunner]:
     """Run a module-level function on N gloo ranks; see tests/zygote.py."""
