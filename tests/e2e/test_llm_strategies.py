@@ -19,6 +19,11 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp-2x2": (4, {"strategy": "fsdp2", "dp_replicate_size": 2}),
     "ddp-2": (2, {"strategy": "ddp"}),
     "tp2-sp": (4, {"strategy": "fsdp2", "tp_size": 2, "sequence_parallel": True}),
+    "cp2-ring": (4, {"strategy": "fsdp2", "cp_size": 2, "activation_checkpointing": True}),
+    "cp2-ulysses-tp2-sp": (
+        4,
+        {"strategy": "fsdp2", "cp_size": 2, "cp_method": "ulysses", "tp_size": 2, "sequence_parallel": True},
+    ),
 }
 KINDS: dict[str, dict[str, Any]] = {"rows": {}, "packs": PACKED}
 

@@ -83,5 +83,5 @@ def run_in_double(rank: int, world: int, case: Case, layout: Layout) -> Record |
 def test_layout_never_changes_the_numbers(ranks: RankRunner, case: str, layout: str) -> None:
     row, chosen = LAYOUTS[layout], CASES[case]
     assert chosen.build is build_packed
-    actual = ranks(run_in_double, row.world, chosen, row, timeout=120)[0]
+    actual = ranks(run_in_double, row.world, chosen, row, timeout=300)[0]
     assert_parity(actual, expected(case), chosen)
