@@ -72,6 +72,10 @@ class Evidence:
         """Of the first step, before clipping, for each rank."""
         return [unclipped(rank.record, self.max_norm)[0] for rank in self.ranks]
 
+    def suspects(self) -> dict[str, int]:
+        """Size of each axis, those first without which the mismatch goes away."""
+        return dict(sorted(self.sizes.items(), key=lambda item: item[0] not in self.necessary))
+
 
 _Guess = tuple[str, str, list[str]]
 """Kind, words, and the names of what differs."""
@@ -214,7 +218,7 @@ def _mixture(evidence: Evidence, names: list[str]) -> tuple[str, str] | None:
     for tensors in evidence.gradients():
         if all(name in tensors for name in names):
             mixture = mixture_of(tensors, evidence.parts.gradients, names)
-            return explain(mixture, evidence.parts.tokens, evidence.sizes)
+            return explain(mixture, evidence.parts.tokens, evidence.suspects())
     return None
 
 
@@ -237,7 +241,7 @@ def _counted_often(evidence: Evidence, layout: float) -> str | None:
     total = sum(float(gradient.square().sum()) for gradient in gradients.values())
     for group, members in [("all parameters", list(gradients)), *names.items()]:
         share = sum(float(gradients[name].square().sum()) for name in members)
-        for axis, size in evidence.sizes.items():
+        for axis, size in evidence.suspects().items():
             if size > 1 and abs(math.sqrt(total + (size - 1) * share) - layout) < 1e-9 * layout:
                 return f"gradients are right, but the norm counts {group} {size} times, once for each {axis} rank"
     return None

@@ -12,8 +12,9 @@ from torch import Tensor
 from shoal.verify.parity import RankRecord
 from shoal.verify.record import error_of, largest_entry
 
-_FIT = 1e-7
-"""Relative error up to which an explanation holds; rounding in a least-squares fit is larger than in the gradient."""
+_FIT = 1e-5
+"""Relative error up to which an explanation holds. Larger than the tolerance of a proof: many of transformers' norms
+round to float32 inside, which is the same on both sides of a proof, but not for a gradient of another scale."""
 
 
 @dataclass(frozen=True)
@@ -189,4 +190,4 @@ def _inverse(weights: Sequence[float], counts: Sequence[int]) -> bool:
 
 
 def _near(values: Sequence[float], expected: Sequence[float]) -> bool:
-    return all(abs(a - b) < 1e-5 * max(1.0, abs(b)) for a, b in zip(values, expected, strict=True))
+    return all(abs(a - b) < 1e-4 * max(1.0, abs(b)) for a, b in zip(values, expected, strict=True))

@@ -263,7 +263,8 @@ def _lost(original: nn.Module, small: nn.Module) -> list[str]:
 
 def _dropout_of(fields: Fields) -> bool:
     """Whether the configuration switches a dropout on that a causal language model has."""
-    return any(
+    inner = fields.get("text_config")
+    return (isinstance(inner, dict) and _dropout_of(inner)) or any(
         isinstance(value, float) and value > 0
         for name, value in fields.items()
         if ("dropout" in name or "pdrop" in name) and not name.startswith(("summary", "classifier"))

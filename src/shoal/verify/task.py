@@ -95,7 +95,8 @@ class MeshLayout:
         name = type(self.strategy).__name__.removesuffix("Config").lower()
         shown = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one rank"
         extra = ", sequence parallel" if getattr(self.strategy, "sequence_parallel", False) else ""
-        return f"{name}, {shown}{extra}"
+        recomputed = self.checkpoint_llm or self.checkpoint_perception
+        return f"{name}, {shown}{extra}{', activation checkpointing' if recomputed else ''}"
 
 
 def supervised_tokens(micro_batches: Sequence[MicroBatch]) -> int:
