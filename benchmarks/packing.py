@@ -192,32 +192,31 @@ class Pass:
 
 
 def run(model: Any, batches: Sequence[dict[str, Any]]) -> Pass:
-    """Forward and backward over all micro-batches; the language model is timed from the spliced embeddings on."""
-    total, embed = Pass(), type(model)._embed
+    """Forward and backward over all micro-batches.
 
-    def embedded(batch: Any, arrangement: Any) -> Any:
-        rows, layout = embed(model, batch, arrangement)
-        starts.append(_cpu_seconds())
-        leaf = rows.detach().requires_grad_()
-        leaves.append((rows, leaf))
-        return leaf, layout
+    The language model is timed from the spliced embeddings on, and back to them.
+    """
+    total, marks = Pass(), [0.0, 0.0]
 
-    leaves: list[tuple[Any, Any]] = []
-    starts: list[float] = []
-    model._embed = embedded
+    def entered(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        def left(gradient: Any) -> None:
+            marks[1] = _cpu_seconds()
+
+        keywords["inputs_embeds"].register_hook(left)
+        marks[0] = _cpu_seconds()
+
+    handle = model.llm.base_model.register_forward_pre_hook(entered, with_kwargs=True)
     for batch in batches:
         began = _cpu_seconds()
         out = model(batch)
         out["loss_sum"].backward()
-        middle = _cpu_seconds()
-        rows, leaf = leaves.pop()
-        rows.backward(leaf.grad)
         total.seconds += _cpu_seconds() - began
-        total.llm_seconds += middle - starts.pop()
+        total.llm_seconds += marks[1] - marks[0]
         total.loss += float(out["loss_sum"].detach())
         total.tokens += int(out["num_tokens"])
         total.useful += int(out["num_real_positions"])
         total.positions += int(out["num_positions"])
+    handle.remove()
     model.zero_grad()
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ def test_layout_table_names_every_axis_and_count(ranks: RankRunner, root: Path) 
     assert {key: rows[key] for key in sizes} == sizes
     assert rows["ep_shard"] == "4" and rows["strategy"] == "fsdp2" and rows["precision"] == "bf16-mixed"
     assert rows["attention"] == "sdpa" and rows["experts"] == "none"
+    assert re.fullmatch(r"attention sdpa \de-0\d, loss \de-0\d from the reference", rows["checked"])
     total, trainable = int(rows["parameters"].replace(",", "")), int(rows["trainable"].replace(",", ""))
     local = int(layout.splitlines()[-1].split()[-1].replace(",", ""))
     assert total > trainable > 0 and local < 0.6 * total

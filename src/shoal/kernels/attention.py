@@ -105,14 +105,25 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return (out * share[..., None]).to(out.dtype), with_sinks
 
 
-def _kernel(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec) -> Kernel:
+def choose_backend(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[str, str | None]:
+    """Returns the backend that computes this, and for "auto" why it is not flash.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
     if backend == "auto":
         reason = why_not_flash(q, v, spec)
-        backend = "flash" if reason is None else "sdpa"
-        _log_choice(backend, reason)
+        return ("flash", None) if reason is None else ("sdpa", reason)
     if backend not in BACKENDS:
         raise ValueError(f"attention backend: {backend!r} is none of {', '.join(get_args(Backend))}")
-    return BACKENDS[backend]
+    return backend, None
+
+
+def _kernel(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec) -> Kernel:
+    chosen, reason = choose_backend(backend, q, v, spec)
+    if backend == "auto":
+        _log_choice(chosen, reason)
+    return BACKENDS[chosen]
 
 
 @cache

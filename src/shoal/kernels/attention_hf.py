@@ -20,6 +20,7 @@ from shoal.kernels.packed import TensorMemo, borders
 PACKED_ATTENTION = "shoal"
 """The name under which the recipes register it."""
 
+_registered: dict[str, Backend] = {}
 _starts = TensorMemo[Tensor]()
 _chunked = TensorMemo[Tensor]()
 
@@ -35,6 +36,16 @@ def register_attention(name: str = PACKED_ATTENTION, backend: Backend = "auto") 
         backend: Backend of `varlen_attention`.
     """
     AttentionInterface.register(name, _attention_function(name, backend))
+    _registered[name] = backend
+
+
+def registered_backend(name: str) -> Backend:
+    """Returns the backend that a name was registered with.
+
+    Raises:
+        KeyError: It was not registered here.
+    """
+    return _registered[name]
 
 
 def _attention_function(name: str, backend: Backend) -> Callable[..., tuple[Tensor, None]]:

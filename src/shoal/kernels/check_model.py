@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shoal.kernels.attention import Backend
-from shoal.kernels.attention_hf import PACKED_ATTENTION
+from shoal.kernels.attention import Backend, choose_backend
+from shoal.kernels.attention_hf import PACKED_ATTENTION, registered_backend
 from shoal.kernels.check import TOLERANCES, AttentionCase, KernelReport, attention_problem, compare
 from shoal.kernels.check_ssd import Run
+from shoal.kernels.packed import AttentionSpec
 
 ONE_DOCUMENT = (129,)
-PACKED = (70, 0, 1, 129, 33)
+PACKED = (20, 0, 1, 129)
 LONGEST_WINDOW = 48
 """Windows above it are cut to it, so that the documents of the check are longer than their window."""
-_MAX_GROUPS = 2
+_MAX_HEADS = 8  # several key heads, unless so many query heads share one that they would cost too much
 _PLAIN = ("eager", "flex_attention")
 
 
@@ -58,11 +59,20 @@ def check_attention(
     reports = []
     for case in cases:
         inputs, kernel, reference = attention_problem(backend or "reference", device, dtype, case)
+        label = f"attention {name}"
         if backend is None:
             kernel, reference = _Layer(name, case), _output_of(reference)
-        label = f"attention {name}" if backend is None else f"attention.{backend}"
+        if backend is not None or name == PACKED_ATTENTION:
+            label += f" ({_choice(backend or registered_backend(name), inputs, case)})"
         reports.append(compare(label, kernel, reference, inputs, TOLERANCES[dtype]))
     return tuple(reports)
+
+
+def _choice(backend: Backend, inputs: Mapping[str, Tensor], case: AttentionCase) -> str:
+    """Names the kernel that computes a case, and why "auto" takes it."""
+    spec = AttentionSpec(case.causal, case.head_dim**-0.5, case.window, case.softcap, case.sinks)
+    chosen, reason = choose_backend(backend, inputs["q"], inputs["v"], spec)
+    return chosen if reason is None else f"{chosen}; flash is out: {reason}"
 
 
 def _output_of(run: Run) -> Run:
@@ -83,10 +93,11 @@ def attention_cases(model: PreTrainedModel) -> tuple[AttentionCase, ...]:
     value_width = width
     if latent := getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention: no groups
         width, value_width, kv_heads = latent + config.qk_rope_head_dim, config.v_head_dim, heads
-    groups = min(_MAX_GROUPS, kv_heads)
+    shared = heads // kv_heads
+    groups = min(2, kv_heads) if 2 * shared <= _MAX_HEADS else 1
     lens = PACKED if config._attn_implementation == PACKED_ATTENTION else ONE_DOCUMENT
     sizes: dict[str, Any] = {
-        "num_heads": groups * (heads // kv_heads),
+        "num_heads": groups * shared,
         "num_kv_heads": groups,
         "head_dim": width,
         "value_dim": value_width,

@@ -6,8 +6,6 @@ go wrong without a message. The check costs milliseconds.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,10 +15,10 @@ from shoal.kernels.check import KernelError, KernelReport, check_kernel
 from shoal.kernels.check_model import check_attention
 from shoal.mesh.collectives import all_gather_objects
 
-log = logging.getLogger(__name__)
 
-
-def check_kernels(module: nn.Module, llm: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def check_kernels(
+    module: nn.Module, llm: nn.Module, dtype: torch.dtype, device: torch.device
+) -> tuple[KernelReport, ...]:
     """Compares the kernels that a model has chosen with their references, forward and gradients. Collective.
 
     Args:
@@ -29,22 +27,18 @@ def check_kernels(module: nn.Module, llm: nn.Module, dtype: torch.dtype, device:
         dtype: What it computes in.
         device: Of this rank.
 
+    Returns:
+        What was found on this rank.
+
     Raises:
         KernelError: On every rank, naming the ranks whose kernel is off or cannot run.
     """
     if not isinstance(llm, PreTrainedModel):
-        return
+        return ()
+    reports: tuple[KernelReport, ...] = ()
     complaint = None
     try:
-        for report in _reports(module, llm, dtype, device):
-            worst = max(report.errors.values())
-            log.info(
-                "%s agrees with its reference on %s in %s: relative error %.1g",
-                report.kernel,
-                device,
-                dtype,
-                worst,
-            )
+        reports = _reports(module, llm, dtype, device)
     except Exception as error:  # whatever a kernel fails with: one rank that raises leaves the others waiting
         complaint = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {error}"
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -55,6 +49,7 @@ def check_kernels(module: nn.Module, llm: nn.Module, dtype: torch.dtype, device:
     if found:
         blocks = (f"on ranks {', '.join(map(str, ranks))}: {message}" for message, ranks in found.items())
         raise KernelError("training has not started, a kernel failed its check\n" + "\n".join(blocks))
+    return reports
 
 
 def _reports(

@@ -135,10 +135,10 @@ class ShoalModule(pl.LightningModule):
         self.model = self._parallel.module
         if self.init_from_checkpoint is not None:
             load_weights(self.model, self.init_from_checkpoint)
-        check_kernels(
+        kernels = check_kernels(
             self.model, self.model.get_submodule(plan.llm), precision.plan.compute, strategy.root_device
         )
-        self.layout = layout_table(setup, precision.plan.name, self.model)
+        self.layout = layout_table(setup, precision.plan.name, self.model, kernels)
         if self.trainer.is_global_zero:
             print(self.layout, flush=True)
 

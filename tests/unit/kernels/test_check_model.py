@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,14 +72,18 @@ def test_it_takes_less_than_a_second_for_a_large_model(dtype: torch.dtype) -> No
     with torch.device("meta"):
         model = tiny_model("llama", torch.float32, **sizes)
     model.set_attn_implementation(PACKED_ATTENTION)
-    seconds = []
-    for _ in range(
-        3
-    ):  # the first one pays for what torch sets up once; other processes slow each of them down
-        started = time.process_time()
-        check_attention(model, CPU, dtype)
-        seconds.append(time.process_time() - started)
-    assert min(seconds) < 1.0
+    seconds = [cpu_seconds(lambda: check_attention(model, CPU, dtype)) for _ in range(3)]
+    x = torch.randn(1024, 1024)
+    yardstick = cpu_seconds(
+        lambda: [x @ x for _ in range(5)]
+    )  # a fifth of a second on a core that is not shared
+    assert min(seconds) < 5 * yardstick
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
 
 
 class Amplified(torch.autograd.Function):
@@ -132,7 +137,9 @@ def test_attention_that_is_spread_over_ranks_is_checked_by_its_backend() -> None
     model.config._attn_implementation = "known to nobody here"
     assert check_attention(model, CPU, torch.float32) == ()
     reports = check_attention(model, CPU, torch.float32, "auto")
-    assert [report.kernel for report in reports] == ["attention.auto"] * 2 and "lse" in reports[0].errors
+    assert [report.kernel for report in reports] == [
+        "attention known to nobody here (sdpa; flash is out: it needs a CUDA device and the tensors are on cpu)"
+    ] * 2 and "lse" in reports[0].errors
 
 
 def test_the_message_for_transformer_engine_names_the_switch_of_its_fused_kernel(
