@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.parity.harness import Record, assert_parity, reference, replace
-from tests.parity.hybrids import FAULTS, hybrid_case, run_in_double
+from shoal.config.schema import FSDP2Config, MambaContextMethod, ParallelismSizes
+from tests.parity.harness import Layout, Record, assert_parity, reference, replace
+from tests.parity.hybrids import FAULTS, build_rows, hybrid_case, run_in_double
 from tests.parity.packed_text import draw_rows, rows_of
 from tests.parity.test_llm_families import LAYOUTS
 from tests.unit.kernels.families import InDouble
@@ -23,7 +24,24 @@ PACKS = {
     "bamba-lora": hybrid_case("bamba", lora=LORA),
     "bamba-unsupervised": hybrid_case("bamba", 4, unsupervised=(0, 1, 2)),
 }
-CASES = {**PACKS, **{f"{family}-rows": replace(PACKS[family], draw=draw_rows) for family in FAMILIES}}
+CASES = {
+    **PACKS,
+    **{f"{family}-rows": replace(PACKS[family], build=build_rows, draw=draw_rows) for family in FAMILIES},
+}
+METHODS: tuple[MambaContextMethod, ...] = ("all_to_all", "state")
+CP2, CP4 = ParallelismSizes(cp_size=2), ParallelismSizes(cp_size=4)
+CONTEXT = {
+    layout.name: layout
+    for method in METHODS
+    for options in (FSDP2Config(mamba_cp=method, cp_method="allgather"),)
+    for layout in (
+        Layout(f"{method}-cp2", 2, sizes=CP2, fsdp2=options),
+        Layout(f"{method}-cp4", 4, sizes=CP4, fsdp2=options),
+        Layout(f"{method}-dp2-cp2", 4, sizes=CP2, fsdp2=options),
+        Layout(f"{method}-cp2-checkpointing", 2, sizes=CP2, fsdp2=options, checkpoint_llm=True),
+    )
+}
+ALL_LAYOUTS = {**LAYOUTS, **CONTEXT}
 TABLE = [
     *((family, layout) for family in FAMILIES for layout in ("ddp2", "hsdp2x2")),
     *((f"{family}-rows", "fsdp2") for family in FAMILIES),
@@ -31,6 +49,14 @@ TABLE = [
     ("bamba-lora", "fsdp2"),
     ("bamba-lora", "ddp2"),
     ("bamba-unsupervised", "fsdp2"),
+    *((family, layout) for family in FAMILIES for layout in ("all_to_all-cp2", "state-cp2")),
+    *(
+        (case, f"{method}-dp2-cp2")
+        for case in ("nemotron-h", "bamba-rows", "bamba-lora")
+        for method in METHODS
+    ),
+    *(("mamba2", f"{method}-cp4") for method in METHODS),
+    *(("bamba-fp32", f"{method}-cp2-checkpointing") for method in METHODS),
 ]
 
 
@@ -42,7 +68,7 @@ def expected(name: str) -> Record:
 
 @pytest.mark.parametrize(("name", "layout"), TABLE)
 def test_layout_never_changes_the_numbers(ranks: RankRunner, name: str, layout: str) -> None:
-    row = LAYOUTS[layout]
+    row = ALL_LAYOUTS[layout]
     actual = ranks(run_in_double, row.world, CASES[name], row)[0]
     assert_parity(actual, expected(name), CASES[name])
     if CASES[name].lora is None:
