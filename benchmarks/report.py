@@ -40,6 +40,22 @@ def peers(result: dict[str, Any]) -> Iterable[str]:
         yield f"| {name} {versions[name]}, FSDP2 | {ratio:.3f} | {difference:.1e} |"
 
 
+def peers_tp(result: dict[str, Any]) -> Iterable[str]:
+    """Other implementations of tensor parallelism."""
+    limit = result["limit"]
+    yield f"| two tensor-parallel ranks in | CPU seconds per step, Shoal's over theirs, limit {limit} | loss |"
+    yield "| --- | --- | --- |"
+    names = {
+        "shoal-sp": "Shoal, sequence parallel",
+        "transformers": "transformers",
+        "lightning": "Lightning, torch's styles",
+    }
+    for name, ratio in result["ratios"].items():
+        version = result["versions"].get(name, "")
+        difference = result["largest_loss_difference"][name]
+        yield f"| {names[name]} {version} | {ratio:.3f} | {difference:.1e} |".replace("  |", " |")
+
+
 def loading(result: dict[str, Any]) -> Iterable[str]:
     """Checkpoints of more than a gigabyte."""
     limit = result["memory_limit"]
@@ -133,6 +149,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "smollm2": ("A real model, checked from outside", smollm2),
     "overhead": ("Over a loop of one's own", overhead),
     "peers": ("Beside accelerate and Lightning", peers),
+    "peers_tp": ("Tensor parallelism beside transformers and Lightning", peers_tp),
     "loading": ("Loading", loading),
     "loss": ("The loss of large vocabularies", loss),
     "vocab_loss": ("The loss of a head spread over ranks", vocab_loss),
