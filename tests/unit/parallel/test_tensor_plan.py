@@ -31,12 +31,13 @@ def test_where_a_plan_comes_from(family: str, origin: str) -> None:
     plan = resolve_plan(tiny_lm(family), 2)
     assert plan.origin == origin
     assert plan.head == "lm_head" and plan.embedding is not None
-    own = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    own = {f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
+    own["model.layers.*.mlp.down_proj"] = "rowwise"
     if family == "llama":
         explicit = resolve_plan(tiny_lm(family), 2, own)
         assert explicit.origin == "explicit" and explicit.head is None
         assert set(explicit.styles) == {
-            f"model.layers.{i}.mlp.{n}" for i in (0, 1) for n in ("up_proj", "down_proj")
+            f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("gate", "up", "down")
         }
 
 
@@ -48,6 +49,7 @@ def test_experts_stay_whole() -> None:
 def test_a_model_without_a_plan_is_refused_by_name() -> None:
     limit = findings("gpt2", 2)["tp-plan"]
     assert "GPT2LMHeadModel (gpt2)" in limit and "transformers cuts no layer of it" in limit
+    assert limit.startswith("1: ")  # no nn.Linear that a plan of one's own could cut
 
 
 def test_a_plan_that_gathers_attention_is_refused() -> None:
@@ -78,7 +80,11 @@ def test_sizes_that_do_not_fit_are_all_named() -> None:
             "tp-plan-pattern",
             "a name of a module of LlamaForCausalLM",
         ),
-        ({"model.layers.*.mlp.up_proj": "colwise"}, "tp-plan-block", "colwise projections and a rowwise one"),
+        (
+            {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"},
+            "tp-plan-block",
+            "colwise projections and a rowwise one",
+        ),
         (
             {"model.layers.*.mlp.down_proj": "rowwise"},
             "tp-plan-block",
@@ -88,6 +94,52 @@ def test_sizes_that_do_not_fit_are_all_named() -> None:
 )
 def test_explicit_plans_that_mean_nothing(plan: dict[str, str], rule: str, said: str) -> None:
     assert said in findings("llama", 2, plan)[rule]
+
+
+ROWWISE = {"model.layers.*.mlp.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "rule", "said"),
+    [
+        # Columns of all heads beside columns of this rank's: shapes that do not meet in the middle of the forward.
+        (
+            "llama",
+            {"model.layers.*.mlp.up_proj": "colwise"},
+            "tp-plan-block",
+            "gate_proj, up_proj of a block",
+        ),
+        ("llama", {"model.layers.*.mlp": "colwise"}, "tp-plan-class", "mlp is a LlamaMLP"),
+        ("llama", {"model.norm": "head"}, "tp-plan-class", "an nn.Linear for head"),
+        (
+            "llama",
+            {"model.layers.*.self_attn.q_proj": "per_head"},
+            "tp-plan-class",
+            "a parameter for per_head",
+        ),
+        ("gpt-oss", {"model.layers.*.self_attn.sinks": "colwise"}, "tp-plan-class", "sinks is a parameter"),
+        # A contiguous half of stacked projections would be other features than the half of each.
+        (
+            "phi3",
+            {"model.layers.*.mlp.gate_up_proj": "colwise"},
+            "tp-plan-style",
+            "fused_gate_up: model.layers.0",
+        ),
+        ("qwen3-moe", {"model.layers.*.mlp.gate": "colwise"}, "tp-plan-pattern", "outside of expert layers"),
+    ],
+)
+def test_explicit_plans_that_would_compute_something_else(
+    family: str, plan: dict[str, str], rule: str, said: str
+) -> None:
+    plan = plan if family == "qwen3-moe" else {**plan, **ROWWISE}
+    assert said in findings(family, 2, plan)[rule]
+
+
+def test_like_layers_are_one_finding() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_plan(tiny_lm("llama"), 2, ROWWISE)
+    (finding,) = caught.value.findings
+    assert (finding.key, finding.value) == ("tp_plan", "model.layers.*.mlp: rowwise")
 
 
 def test_a_function_of_the_users_own_makes_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

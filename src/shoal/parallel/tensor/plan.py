@@ -18,6 +18,7 @@ from shoal.config.errors import ConfigError, Finding
 from shoal.config.targets import resolve_target
 from shoal.config.values import FunctionName
 from shoal.mesh.regions import chunk_size
+from shoal.parallel.tensor.explicit import KEY, in_experts, of_any_layer, plan_findings
 from shoal.parallel.tensor.families import FAMILY_PLANS, Plan
 from shoal.parallel.tensor.styles import base_of, num_rows
 
@@ -35,7 +36,6 @@ _TRANSLATED: Mapping[str, str | None] = {
 }
 _OF_EXPERTS = re.compile(r"\.experts(\.|$)")
 _KEY_VALUE = ("k_proj", "v_proj")
-KEY = "distributed.tp_plan"
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,14 @@ def resolve_plan(
         ConfigError: No plan cuts this model, a style or pattern of the explicit plan is unknown, or sizes do not fit;
             all findings in one message.
     """
-    plan, origin = _choose(
-        model, _called(explicit, model) if isinstance(explicit, FunctionName) else explicit
-    )
-    names = _names(model)
+    called = _called(explicit, model) if isinstance(explicit, FunctionName) else explicit
+    plan, origin = _choose(model, tp_size, called)
+    names, modules = _names(model), dict(model.named_modules())
     matched = {pattern: _matching(pattern, names) for pattern in plan}
-    if origin == "explicit":
-        _refuse_idle_patterns(model, plan, matched)
+    if origin == "explicit" and (findings := [*plan_findings(model, plan, matched)]):
+        raise ConfigError(findings)
     chosen = {name: plan[pattern] for pattern, found in matched.items() for name in found}
-    styles = {name: chosen[name] for name in names if name in chosen and not _in_experts(name, names)}
+    styles = {name: chosen[name] for name in names if name in chosen and not in_experts(name, modules)}
     embedding = _only(styles, "embedding")
     head = _only(styles, "head")
     if origin != "explicit":
@@ -114,11 +113,11 @@ def _called(function: FunctionName, model: PreTrainedModel) -> Plan:
     return plan
 
 
-def _choose(model: PreTrainedModel, explicit: Plan | None) -> tuple[dict[str, str], str]:
+def _choose(model: PreTrainedModel, tp_size: int, explicit: Plan | None) -> tuple[dict[str, str], str]:
     """The plan with full names, and where it comes from."""
     if model.base_model is model:
         limit = f"1: {type(model).__name__} does not name its backbone, which would give hidden states"
-        raise ConfigError([Finding("tp-plan", "tp_size", model.config.model_type, limit, "tp_size: 1")])
+        raise ConfigError([Finding("tp-plan", "tp_size", tp_size, limit, "tp_size: 1")])
     if explicit is not None:
         return {pattern: _canonical(style) for pattern, style in explicit.items()}, "explicit"
     prefix = f"{model.base_model_prefix}."
@@ -140,9 +139,11 @@ def _choose(model: PreTrainedModel, explicit: Plan | None) -> tuple[dict[str, st
         )
         if gathered:
             why = "transformers computes its attention whole on every rank"
-        limit = f"1, or an own plan: no tensor-parallel plan for {name} ({model_type}); {why}"
-        repair = "tp_size: 1, or give tp_plan: {pattern: colwise | rowwise}"
-        raise ConfigError([Finding("tp-plan", "tp_size", model_type, limit, repair)])
+        allowed, repair = "1, or an own plan", "tp_size: 1, or give tp_plan: {pattern: colwise | rowwise}"
+        if not any(isinstance(module, nn.Linear) for module in model.base_model.modules()):
+            allowed, repair = "1", "tp_size: 1; its layers are no nn.Linear, which an own plan could cut"
+        limit = f"{allowed}: no tensor-parallel plan for {name} ({model_type}); {why}"
+        raise ConfigError([Finding("tp-plan", "tp_size", tp_size, limit, repair)])
     return {pattern: style for pattern, style in translated.items() if style is not None}, "transformers"
 
 
@@ -172,29 +173,6 @@ def _names(model: nn.Module) -> list[str]:
 def _matching(pattern: str, names: list[str]) -> list[str]:
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return [name for name in names if expression.fullmatch(name)]
-
-
-def _in_experts(name: str, names: list[str]) -> bool:
-    """Whether a module belongs to a block of experts, which is not cut: each rank computes it whole."""
-    parts = name.split(".")
-    known = set(names)
-    return any(".".join(parts[:end]) + ".experts" in known for end in range(1, len(parts)))
-
-
-def _refuse_idle_patterns(model: nn.Module, plan: Plan, matched: Mapping[str, list[str]]) -> None:
-    findings = [
-        Finding(
-            "tp-plan-pattern",
-            KEY,
-            pattern,
-            f"a name of a module of {type(model).__name__}",
-            "correct the pattern",
-        )
-        for pattern in plan
-        if not matched[pattern]
-    ]
-    if findings:
-        raise ConfigError(findings)
 
 
 def _only(styles: Mapping[str, str], style: str) -> str | None:
@@ -236,18 +214,18 @@ def _misfits(model: PreTrainedModel, plan: ResolvedPlan, tp_size: int) -> Iterat
 
 
 def _open_blocks(plan: ResolvedPlan) -> Iterator[Finding]:
-    """Local features that nothing sums up again, or a sum of features that nobody has cut."""
+    """Local features that nothing sums up again, or a sum of features that nobody has cut; once for like layers."""
     blocks: dict[str, set[str]] = {}
     for name, style in plan.styles.items():
         blocks.setdefault(name.rpartition(".")[0], set()).add(style)
-    for block, styles in blocks.items():
-        opened = bool(styles & {"colwise", "fused_qkv", "fused_gate_up"})
-        if opened is not ("rowwise" in styles):
-            limit = "colwise projections and a rowwise one in the same module"
-            found = f"{block}: {', '.join(sorted(styles))}"
-            yield Finding(
-                "tp-plan-block", KEY, found, limit, f"add the {'rowwise' if opened else 'colwise'} one"
-            )
+    wrong = {
+        f"{of_any_layer(block)}: {', '.join(sorted(styles))}": opened
+        for block, styles in blocks.items()
+        if (opened := bool(styles & {"colwise", "fused_qkv", "fused_gate_up"})) is not ("rowwise" in styles)
+    }
+    for found, opened in wrong.items():
+        limit = "colwise projections and a rowwise one in the same module"
+        yield Finding("tp-plan-block", KEY, found, limit, f"add the {'rowwise' if opened else 'colwise'} one")
 
 
 def _indivisible(noun: str, count: int, tp_size: int) -> Finding:
