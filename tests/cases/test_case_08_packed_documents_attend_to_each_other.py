@@ -24,6 +24,7 @@ from shoal.models.causal_lm import CausalLM
 from shoal.parallel.model import ParallelModel
 from shoal.train.llm_data import TextData
 from shoal.train.llm_plans import causal_lm_plan, load_llm_tokenizer
+from tests.families import FAMILIES
 
 A, B = 5, 6
 
@@ -80,6 +81,22 @@ def test_a_document_does_not_change_with_its_neighbour(tmp_path: Path) -> None:
     other = _hidden(model, packed([_document(A, 3), b], A + B, 0))
     assert torch.equal(one[A:], other[A:])
     assert not torch.allclose(one[:A], other[:A])
+
+
+@pytest.mark.parametrize("family", ["nemotron-h", "bamba", "granite-hybrid", "mamba2"])
+def test_states_and_convolutions_stay_in_their_document(tmp_path: Path, family: str) -> None:
+    """Layers that carry a state over all tokens; transformers' own would carry it into the next document."""
+    model_type, settings = FAMILIES[family]
+    model = _model(tmp_path, model_type=model_type, **settings)
+    if hasattr(model.llm.config, "_experts_implementation"):
+        model.llm.set_experts_implementation("eager")  # the grouped kernel has no float64
+    b = _document(B, 2)
+    one = _hidden(model, packed([_document(A, 1), b], A + B, 0))
+    other = _hidden(model, packed([_document(A, 3), b], A + B, 0))
+    assert torch.equal(one[A:], other[A:])
+    assert not torch.allclose(one[:A], other[:A])
+    # transformers' norms round to float32 in between.
+    torch.testing.assert_close(one[A:], _hidden(model, packed([b], B, 0)), rtol=1e-5, atol=1e-6)
 
 
 def test_without_borders_the_same_comparison_fails(tmp_path: Path) -> None:
