@@ -134,10 +134,10 @@ def test_a_conversation_does_not_change_with_its_neighbour() -> None:
         one, two = (packed(b, mode="loss_per_row")["loss_sum"] for b in (batch, other))
     assert torch.equal(one[1:], two[1:]) and one[0] != two[0]
 
-    def without_borders(embeddings: Tensor, layout: Any) -> dict[str, Any]:
+    def without_borders(embeddings: Tensor, *others: Any) -> dict[str, Any]:
         whole = torch.tensor([0, embeddings.shape[1]], dtype=torch.int32)
         return {
-            **SALM._llm_inputs(packed, embeddings, layout),
+            **SALM._llm_inputs(packed, embeddings, *others),
             "cu_seq_lens_q": whole,
             "cu_seq_lens_k": whole,
         }
