@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,16 @@ def worst_error(actual: Record, expected: Record, case: Case) -> float:
     return max(errors)
 
 
-def cell_of(ranks: RankRunner, case: Case, layout: Layout, expected: Record) -> str:
+def cell_of(
+    ranks: RankRunner,
+    case: Case,
+    layout: Layout,
+    expected: Record,
+    train: Callable[[int, int, Case, Layout], Record | None] = run_layout,
+) -> str:
     """What a cell shows."""
     try:
-        actual = ranks(run_layout, layout.world, case, layout)[0]
+        actual = ranks(train, layout.world, case, layout, timeout=300)[0]
     except RanksFailed as error:
         lines = [line for line in str(error).splitlines() if "limit:" in line or "Error" in line]
         return (

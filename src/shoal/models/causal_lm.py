@@ -174,9 +174,4 @@ def _shared_inputs(micro_batch: Mapping[str, Any], share: Share) -> dict[str, An
     positions = micro_batch.get("position_ids")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return {
-        "input_ids": share.tokens(ids),
-        "position_ids": share.tokens(positions),
-        "use_cache": False,
-        "context": share.attention,
-    }
+    return share.inputs(input_ids=ids, position_ids=positions)

@@ -20,11 +20,13 @@ from shoal.kernels.loss import token_losses
 from shoal.kernels.packable import packable
 from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
 from shoal.models.dropout import DropoutState
+from shoal.parallel.context.share import ContextParallel, Share
 from shoal.parallel.tensor import TensorParallel
 from shoal.speech import splice
 from shoal.speech.batch_norm import unobserved
 from shoal.speech.perception import AudioPerception, is_frozen
 from shoal.speech.seeds import fold_in
+from shoal.speech.shared_clips import encode_shared
 
 Mode = Literal["loss", "loss_per_row", "generate"]
 log = logging.getLogger(__name__)
@@ -56,6 +58,9 @@ class SALM(nn.Module):
     tensor_parallel: TensorParallel | None = None
     """How `llm` is cut over ranks, set by assembly."""
 
+    context_parallel: ContextParallel | None = None
+    """How ranks share the tokens of a micro-batch, set by assembly."""
+
     def __init__(
         self, llm: PreTrainedModel, perception: AudioPerception, *, placeholder_id: int, packed: bool = False
     ) -> None:
@@ -84,29 +89,38 @@ class SALM(nn.Module):
         Returns:
             `loss_sum` (with gradient), `num_tokens` and `num_correct` over the supervised tokens, in float32
             (float64 for a float64 model); without a supervised token all are 0 and so is every gradient. Besides,
-            `num_positions` of the LLM and how many of them are no padding, `num_real_positions`.
+            `num_positions` of the LLM and how many of them are no padding, `num_real_positions`. Under context
+            parallelism all of these are over this rank's tokens.
 
         Raises:
-            ValueError: Placeholders and clips do not match; see `shoal.speech.splice.plan`. Raised before any
-                collective of this forward.
+            ValueError: Placeholders and clips do not match; see `shoal.speech.splice.plan`. Or context-parallel ranks
+                did not get the same micro-batch. Raised before any other collective of this forward.
         """
         if mode == "generate":
             return {"tokens": self._generate(micro_batch, **generation)}
-        embeddings, layout = self._embed(micro_batch, "packed" if self.packed else "right")
-        arguments = self._llm_inputs(embeddings, layout)
-        conversation = layout.conversation.flatten() if mode == "loss_per_row" else None
+        layout = self._plan(micro_batch, "packed" if self.packed else "right")
+        share = self._share(micro_batch, layout)
+        embeddings = self._embed(micro_batch, layout, share)
+        labels, real, conversations = layout.labels, layout.attention_mask, layout.conversation
+        if share is None:
+            arguments = self._llm_inputs(embeddings, layout)
+        else:  # after the shift: the next token may lie on another rank
+            arguments = share.inputs(inputs_embeds=embeddings, position_ids=layout.position_ids)
+            labels, real = share.labels(labels, splice.IGNORE), share.is_real
+            conversations = share.tokens(conversations)
+        conversation = conversations.flatten() if mode == "loss_per_row" else None
         num_rows = layout.num_conversations
         if self._transforms is None:
-            loss_sum, num_correct = self._full_losses(arguments, layout.labels, conversation, num_rows)
+            loss_sum, num_correct = self._full_losses(arguments, labels, conversation, num_rows)
         else:
-            loss_sum, num_correct = self._chunked_losses(arguments, layout.labels, conversation, num_rows)
-        supervised = (layout.labels != splice.IGNORE).flatten().to(loss_sum.dtype)
+            loss_sum, num_correct = self._chunked_losses(arguments, labels, conversation, num_rows)
+        supervised = (labels != splice.IGNORE).flatten().to(loss_sum.dtype)
         return {
             "loss_sum": loss_sum,
             "num_tokens": _sums(supervised, conversation, num_rows),
             "num_correct": num_correct,
-            "num_positions": layout.labels.new_tensor(layout.labels.numel()),
-            "num_real_positions": layout.attention_mask.sum(),
+            "num_positions": labels.new_tensor(labels.numel()),
+            "num_real_positions": real.sum(),
         }
 
     def generate(
@@ -153,30 +167,57 @@ class SALM(nn.Module):
             self.llm.train(False)
         return self
 
-    def _embed(
-        self, micro_batch: Mapping[str, Any], arrangement: splice.Arrangement
-    ) -> tuple[Tensor, splice.Layout]:
-        audios, audio_lens = micro_batch["audios"], micro_batch["audio_lens"]
-        layout = splice.plan(
+    def _plan(self, micro_batch: Mapping[str, Any], arrangement: splice.Arrangement) -> splice.Layout:
+        return splice.plan(
             micro_batch["input_ids"],
             micro_batch["loss_mask"],
             micro_batch["text_lens"],
-            self.perception.output_lengths(audio_lens),
+            self.perception.output_lengths(micro_batch["audio_lens"]),
             placeholder_id=self.placeholder_id,
             sample_ids=micro_batch["sample_ids"],
             arrangement=arrangement,
         )
+
+    def _share(self, micro_batch: Mapping[str, Any], layout: splice.Layout) -> Share | None:
+        """This rank's tokens among those of the packed conversations; None when it has them all."""
+        if self.context_parallel is None:
+            return None
+        if layout.cu_seqlens is None:
+            raise ValueError(
+                f"cp_size = {self.context_parallel.group.size()}: 1 for conversations that are padded; repair: "
+                "model.packed_sequences: true"
+            )
+        return self.context_parallel.share({**micro_batch, "cu_seqlens": layout.cu_seqlens})
+
+    def _embed(
+        self, micro_batch: Mapping[str, Any], layout: splice.Layout, share: Share | None = None
+    ) -> Tensor:
+        """Returns the spliced embeddings [R, L, H] of a micro-batch; under context parallelism of all its tokens."""
+        audios, audio_lens = micro_batch["audios"], micro_batch["audio_lens"]
         if self.dropout_state is not None and self.training:
-            samples = micro_batch["sample_seeds"][layout.conversation]
-            self.dropout_state.publish_text(samples, layout.position_ids)
+            samples, positions = micro_batch["sample_seeds"][layout.conversation], layout.position_ids
+            if share is not None:
+                samples, positions = share.tokens(samples), share.tokens(positions)
+            self.dropout_state.publish_text(samples, positions)
         # The placeholder may have no row in the embedding table: look up 0, the result is not used.
         ids = micro_batch["input_ids"].masked_fill(~layout.is_text, 0)
         text: Tensor = self.llm.get_input_embeddings()(ids)
         if len(audio_lens) == 0:
-            return splice.splice(text + 0.0 * self._silence(audios).to(text.dtype), text[:0], layout), layout
+            return splice.splice(text + 0.0 * self._silence(audios).to(text.dtype), text[:0], layout)
         seeds = fold_in(micro_batch["sample_seeds"][layout.clip_row], layout.clip_ordinal)
-        clips, _ = self.perception(audios, audio_lens, seeds)
-        return splice.splice(text, clips.to(text.dtype), layout), layout
+        if share is None:
+            clips, _ = self.perception(audios, audio_lens, seeds)
+        else:
+            clips = encode_shared(
+                self.perception,
+                audios,
+                audio_lens,
+                seeds,
+                layout.clip_lens,
+                share.attention.group,
+                lambda: self._silence(audios),
+            )
+        return splice.splice(text, clips.to(text.dtype), layout)
 
     def _silence(self, audios: Tensor) -> Tensor:
         """Runs perception on a short silent clip; returns the sum of its output, a scalar."""
@@ -259,7 +300,8 @@ class SALM(nn.Module):
         if self.training:
             raise ValueError("SALM.generate in training mode: call model.eval() first")
         prompts = {**micro_batch, "loss_mask": torch.zeros_like(micro_batch["loss_mask"])}
-        embeddings, layout = self._embed(prompts, "left")
+        layout = self._plan(prompts, "left")
+        embeddings = self._embed(prompts, layout)
         llm: Any = self.llm
         whole = nullcontext() if self.tensor_parallel is None else self.tensor_parallel.gathering_logits()
         with whole, self._attention_over_padding():

@@ -89,10 +89,9 @@ _LLM = (
     Pending("distributed.pipeline.scale_grads_in_schedule", "scaling in the schedule", (False,)),
 )
 
-_AXES: tuple[tuple[str, str, str, Recipe], ...] = (
-    ("pp_size", "axis-pp", "pipeline parallelism", "both"),
-    ("cp_size", "axis-cp", "context parallelism of speech models", "speech"),
-    ("ep_size", "axis-ep", "expert parallelism", "both"),
+_AXES = (
+    ("pp_size", "axis-pp", "pipeline parallelism"),
+    ("ep_size", "axis-ep", "expert parallelism"),
 )
 
 
@@ -119,14 +118,14 @@ def _key_rule(item: Pending, recipe: Recipe) -> Rule:
     return Rule(identifier, recipe, (item.key,), check, why, item.repair, pending=True)
 
 
-def _axis_rule(size: str, identifier: str, name: str, recipe: Recipe) -> Rule:
+def _axis_rule(size: str, identifier: str, name: str) -> Rule:
     def check(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken]:
         degree = getattr(sizes_of(config), size)
         if degree > 1:
             yield Broken(size_key(config, size), degree, f"1: {name} is not implemented yet")
 
     keys = ("trainer.strategy", "distributed")
-    return Rule(identifier, recipe, keys, check, f"{name} arrives later", f"{size}: 1", pending=True)
+    return Rule(identifier, "both", keys, check, f"{name} arrives later", f"{size}: 1", pending=True)
 
 
 def _megatron(config: SpeechConfig | LLMConfig, facts: Facts) -> Iterator[Broken]:

@@ -51,6 +51,14 @@ class Share:
         """Values [B, S, ...] of this rank's tokens, [1, num_local, ...]; padding repeats those of a real token."""
         return values.flatten(0, 1).index_select(0, self.index)[None]
 
+    def inputs(self, **values: Tensor) -> dict[str, Any]:
+        """What a model of transformers gets of this rank's tokens, from its arguments [B, S, ...] for all of them.
+
+        `position_ids` are those in whole documents.
+        """
+        local = {name: self.tokens(value) for name, value in values.items()}
+        return {**local, "use_cache": False, "context": self.attention}
+
     def labels(self, labels: Tensor, ignore: int) -> Tensor:
         """Labels [B, S], already shifted, of this rank's tokens [1, num_local]; `ignore` on padding."""
         return self.tokens(labels).masked_fill(~self.is_real, ignore)
