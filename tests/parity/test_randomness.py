@@ -74,6 +74,7 @@ TABLE = [
     *(("speech", composition, "fsdp2") for composition in ("one-by-one", "wide", "packed")),
     ("speech", "", "tp2-sp"),
     ("speech", "packed", "dp2-tp2-sp"),
+    ("speech", "packed", "cp2"),
 ]
 
 
