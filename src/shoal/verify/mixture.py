@@ -12,9 +12,8 @@ from torch import Tensor
 from shoal.verify.parity import RankRecord
 from shoal.verify.record import error_of, largest_entry
 
-_FIT = 1e-5
-"""Relative error up to which an explanation holds. Larger than the tolerance of a proof: many of transformers' norms
-round to float32 inside, which is the same on both sides of a proof, but not for a gradient of another scale."""
+_FIT = 1e-6
+"""Relative error up to which an explanation holds; a least-squares fit is less exact than a gradient."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shoal.config.errors import ConfigError, Finding
 from shoal.config.llm import CompileConfig, LLMConfig
@@ -17,11 +17,13 @@ from shoal.config.speech import SpeechConfig
 from shoal.data.batch import MicroBatch
 from shoal.models.assemble import ModelPlan
 from shoal.models.meta import parameters_on_meta
+from shoal.speech.batch_norm import use_step_batch_norm
 from shoal.speech.encoders import encoder_spec
 from shoal.train.llm_plans import causal_lm_plan
 from shoal.train.plans import salm_plan
 from shoal.verify.architecture import MOST_PARAMETERS, lost_structure, num_parameters, on_meta
 from shoal.verify.documents import plain_text_loss
+from shoal.verify.double import compute_in_float64
 from shoal.verify.shrink import Fields, shrink_text_model, similar, small_vocabulary
 from shoal.verify.shrink_speech import WINDOW_SECONDS, shrink_encoder, shrink_perception
 from shoal.verify.sources import read_architecture, write_folder
@@ -113,7 +115,7 @@ def _prepare_text(config: LLMConfig, scaled: Scaled, folder: Path, sources: Arch
         if config.peft is None
         else replace(config.peft, dim=min(config.peft.dim, 4), adapter_path=None),
     )
-    plan = _with_exact_experts(causal_lm_plan(small))
+    plan = _in_float64(causal_lm_plan(small))
     shape = Shape(
         small_vocabulary(fields), _num_micro_batches(scaled), pack_size=pack, round_to=2 * degrees.cp[1]
     )
@@ -186,7 +188,7 @@ def _prepare_speech(config: SpeechConfig, scaled: Scaled, folder: Path, sources:
         automodel_backend=replace(model.automodel_backend, attn="auto"),
     )
     rate, vocab = config.data.train_ds.sample_rate, small_vocabulary(fields)
-    plan = _with_exact_experts(salm_plan(small, vocab + 1, seed=config.data.train_ds.seed, sample_rate=rate))
+    plan = _in_float64(salm_plan(small, vocab + 1, seed=config.data.train_ds.seed, sample_rate=rate))
     shape = Shape(
         vocab,
         _num_micro_batches(scaled),
@@ -199,6 +201,7 @@ def _prepare_speech(config: SpeechConfig, scaled: Scaled, folder: Path, sources:
     built = _small_model(plan)
     lost = _lost(_whole_text_model(llm, trust), built.get_submodule("llm"))
     whole_encoder = on_meta(lambda: encoder_spec(asr, overrides).build(task.dtype))
+    use_step_batch_norm(whole_encoder)  # as perception does
     lost += _lost(whole_encoder, built.get_submodule("perception.encoder"))
     sizes = _sizes(llm.to_dict(), fields, "llm.") | _sizes(asr.to_dict(), encoder, "encoder.")
     return Prepared(task, scaled.layout, sizes, lost, _uncovered_speech(config))
@@ -227,14 +230,12 @@ def _num_micro_batches(scaled: Scaled) -> int:
     return 2 * dp - (dp > 1)
 
 
-def _with_exact_experts(plan: ModelPlan) -> ModelPlan:
-    """The same plan with experts computed one by one: transformers' grouped kernel has no float64."""
+def _in_float64(plan: ModelPlan) -> ModelPlan:
+    """The same plan, without casts to float32."""
 
     def build() -> nn.Module:
         module = plan.build()
-        for child in module.modules():
-            if isinstance(child, PreTrainedModel) and hasattr(child.config, "_experts_implementation"):
-                child.set_experts_implementation("eager")
+        compute_in_float64(module)
         return module
 
     return replace(plan, build=build)

@@ -65,7 +65,7 @@ class RanksFailed(RuntimeError):
     @property
     def refused(self) -> tuple[Finding, ...]:
         """What all ranks refused alike, before they trained; empty when anything else happened."""
-        findings = {failure.findings for failure in self.failures}
+        findings = {failure.findings for failure in self.failures if failure.reason != "stopped"}
         return findings.pop() if len(findings) == 1 else ()
 
 
