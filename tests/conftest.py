@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.covering import split
 from tests.zygote import RankRunner
 
 
@@ -17,10 +18,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tables of layouts are products; without --full each family, layout and pair of axes runs where it is richest."""
     if config.getoption("--full"):
         return
-    beyond = [item for item in items if item.get_closest_marker("full")]
+    items[:], beyond = split(items)
     if beyond:
         config.hook.pytest_deselected(items=beyond)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="session")
