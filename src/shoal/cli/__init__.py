@@ -52,15 +52,21 @@ def report_errors(program: str, action: Callable[[], int]) -> int:
     try:
         return action()
     except ConfigError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        _say(f"{name}: {error}")
         return 2
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         if os.environ.get("SHOAL_DEBUG") == "1" or _PACKAGE not in Path(place.filename).parents:
             raise
         where = f"{Path(place.filename).relative_to(_PACKAGE.parent)}:{place.lineno}"
-        print(f"{name}: {error}\n  [{where}; SHOAL_DEBUG=1 shows the traceback]", file=sys.stderr)
+        _say(f"{name}: {error}\n  [{where}; SHOAL_DEBUG=1 shows the traceback]")
         return 1
+
+
+def _say(message: str) -> None:
+    """One write, so that the messages of ranks that fail together do not run into each other."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
 
 
 def _usage() -> str:

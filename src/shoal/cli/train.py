@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.cli.arguments import add_ranks_option, add_trust_options, load_options, requested_ranks
 from shoal.config import ConfigError, Finding, LLMConfig, Loaded, LoadOptions, SpeechConfig, load
+from shoal.config.rules.base import keys_as_written
 from shoal.launch.local import launched_world_size, run_local
 
 
@@ -83,11 +84,12 @@ def _refuse_several_nodes(loaded: Loaded) -> None:
 
 
 def _train(loaded: Loaded) -> int:
-    if isinstance(loaded.config, LLMConfig):
-        from shoal.train.llm_recipe import run_llm_training
+    with keys_as_written(loaded.config):
+        if isinstance(loaded.config, LLMConfig):
+            from shoal.train.llm_recipe import run_llm_training
 
-        return run_llm_training(loaded.config, loaded.notices)
-    from shoal.train.recipes import run_training
+            return run_llm_training(loaded.config, loaded.notices)
+        from shoal.train.recipes import run_training
 
-    allowed = loaded.config.options.allow_commands
-    return run_training(loaded.config, loaded.notices, allow_commands=allowed)
+        allowed = loaded.config.options.allow_commands
+        return run_training(loaded.config, loaded.notices, allow_commands=allowed)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shoal.cli.arguments import add_trust_options, load_options
 from shoal.config import ConfigError, Finding, load
+from shoal.config.rules.base import keys_as_written
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +68,8 @@ def run(words: Sequence[str]) -> int:
         bisect=not given.no_bisect,
         timeout=given.timeout,
     )
-    report = verify_loaded(loaded, given.config, options)
+    with keys_as_written(loaded.config):
+        report = verify_loaded(loaded, given.config, options)
     report.seconds = time.monotonic() - started
     print(json.dumps(report.as_data(), indent=2) if given.json else report.as_text(), flush=True)
     return 0 if report.passed else 1

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import shoal.cli.train
 from shoal import __version__
 from shoal.cli import COMMANDS, main
 from shoal.cli.arguments import run_on_ranks
-from shoal.config import Loaded
+from shoal.config import ConfigError, Finding, Loaded
 from shoal.launch.local import launched_world_size, run_local, torchrun_command
 from tests.unit.config.base import base, merged
 
@@ -270,3 +271,17 @@ def test_a_launched_rank_of_an_evaluation_starts_no_ranks(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_on_ranks("evaluate", ["--nproc-per-node", "2"], 2) is None
+
+
+def test_a_model_that_refuses_its_layout_names_the_key_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise ConfigError([Finding("tp-plan", "tp_size", 2, "1: no plan", "tp_size: 1")])
+
+    monkeypatch.setitem(sys.modules, "shoal.train.llm_recipe", SimpleNamespace(run_llm_training=refuse))
+    file = tmp_path / "run.yaml"
+    sections = {"model": {"config": {"model_type": "llama"}}, "dataset": {"type": "text", "path": "x"}}
+    file.write_text(yaml.safe_dump(merged(base("llm"), sections)))
+    assert main(["train", str(file), "--nproc-per-node", "1"]) == 2
+    assert "  distributed.tp_size = 2  [tp-plan]\n    limit:  1: no plan\n" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import yaml
 
 from shoal.config import (
     ConfigError,
+    Finding,
     LoadOptions,
     load,
     load_config,
@@ -18,6 +19,7 @@ from shoal.config import (
     support_matrix,
 )
 from shoal.config.rules import RULES, effect
+from shoal.config.rules.base import keys_as_written
 from tests.unit.config.bad_configs import BAD_CONFIGS
 from tests.unit.config.base import base, merged
 
@@ -396,6 +398,41 @@ def test_every_rule_is_broken_somewhere() -> None:
     elsewhere |= {"attention-dropout", "adapter-dropout"}  # in test_dropout_rules.py
     covered = documented | tabled | model_shape | elsewhere
     assert {rule.id for rule in RULES} - covered == set()
+
+
+_LIGHTNING = "lightning.pytorch.strategies.ModelParallelStrategy"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "argument", "key"),
+    [
+        ("llm", _distributed(tp_size=2), "tp_size", "distributed.tp_size"),
+        ("llm", _distributed(tp_size=2), "parallelism_sizes.cp_size", "distributed.cp_size"),
+        ("llm", _distributed(tp_size=2), "tp_plan", "distributed.tp_plan"),
+        ("speech", _mesh(tp_size=2), "tp_size", "trainer.strategy.tp_size"),
+        (
+            "speech",
+            _mesh(tp_size=2),
+            "sequence_parallel",
+            "trainer.strategy.distributed_config.sequence_parallel",
+        ),
+        (
+            "speech",
+            {"trainer": {"strategy": {"_target_": _LIGHTNING, "tensor_parallel_size": 2}}},
+            "tp_size",
+            "trainer.strategy.tensor_parallel_size",
+        ),
+        ("llm", {}, "model.config", "model.config"),
+    ],
+)
+def test_what_a_model_refuses_is_named_by_the_users_key(
+    recipe: str, change: dict[str, Any], argument: str, key: str
+) -> None:
+    config = load_config(merged(base(recipe), change), world_size=2)
+    refused = Finding("a-rule", argument, 2, "1", "1")
+    with pytest.raises(ConfigError) as caught, keys_as_written(config):
+        raise ConfigError([refused])
+    assert caught.value.findings == (Finding("a-rule", key, 2, "1", "1"),)
 
 
 def test_support_matrix_lists_every_rule_once() -> None:

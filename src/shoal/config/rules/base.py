@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
-from shoal.config.errors import Finding
+from shoal.config.errors import ConfigError, Finding
 from shoal.config.facts import Facts
 from shoal.config.layout import Layout, LayoutKeys
 from shoal.config.llm import LLMConfig
-from shoal.config.schema import MegatronFSDPConfig, ParallelismSizes
+from shoal.config.schema import FSDP2Config, MegatronFSDPConfig, ParallelismSizes
 from shoal.config.speech import SpeechConfig
 
 Recipe = Literal["speech", "llm", "both"]
@@ -130,3 +131,30 @@ def size_key(config: SpeechConfig | LLMConfig, name: str) -> str:
 def sizes_of(config: SpeechConfig | LLMConfig) -> ParallelismSizes:
     """Returns the parallel sizes of either recipe."""
     return config.trainer.strategy.sizes if isinstance(config, SpeechConfig) else config.distributed.sizes
+
+
+def strategy_options_key(config: SpeechConfig | LLMConfig) -> str:
+    """Returns the key of the section that holds the strategy's options."""
+    return "trainer.strategy.distributed_config" if isinstance(config, SpeechConfig) else "distributed"
+
+
+@contextmanager
+def keys_as_written(config: SpeechConfig | LLMConfig) -> Iterator[None]:
+    """Inside, what is refused by names of Python arguments is refused by the keys of the user's file.
+
+    Building a mesh or a model knows `tp_size` and `tp_plan`; whoever wrote a file looks for
+    ``trainer.strategy.tp_size`` or ``distributed.tp_plan``.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(replace(f, key=_as_written(config, f.key)) for f in error.findings) from error
+
+
+def _as_written(config: SpeechConfig | LLMConfig, key: str) -> str:
+    name = key.removeprefix("parallelism_sizes.")
+    if name in {field.name for field in fields(ParallelismSizes)}:
+        return size_key(config, name)
+    if name in {field.name for field in fields(FSDP2Config)}:
+        return f"{strategy_options_key(config)}.{name}"
+    return key

@@ -10,7 +10,16 @@ from shoal.config.aliases import SCHEDULE_NAMES, canonical_schedule
 from shoal.config.facts import Facts, ModelShape
 from shoal.config.layout import LAYOUT_RULES, LayoutRule
 from shoal.config.llm import LLMConfig
-from shoal.config.rules.base import Broken, Check, Rule, layout_of, size_key, sizes_of, spelled
+from shoal.config.rules.base import (
+    Broken,
+    Check,
+    Rule,
+    layout_of,
+    size_key,
+    sizes_of,
+    spelled,
+    strategy_options_key,
+)
 from shoal.config.schema import FSDP2Config
 from shoal.config.speech import SpeechConfig
 
@@ -59,10 +68,10 @@ def _fsdp2_options(config: Config) -> tuple[str, FSDP2Config | None]:
     """Returns the key of the strategy's options and the options, when they are FSDP2's."""
     options: object = None
     if isinstance(config, LLMConfig):
-        key, options = "distributed", config.distributed.options
+        options = config.distributed.options
     else:
-        key, options = "trainer.strategy.distributed_config", config.trainer.strategy.distributed_config
-    return key, options if isinstance(options, FSDP2Config) else None
+        options = config.trainer.strategy.distributed_config
+    return strategy_options_key(config), options if isinstance(options, FSDP2Config) else None
 
 
 def _sequence_parallel_needs_tp(config: Config, facts: Facts) -> Iterator[Broken]:
