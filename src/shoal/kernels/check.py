@@ -163,10 +163,10 @@ def _complaint(report: KernelReport, wrong: list[str]) -> str:
             f", {report.factors[key]:.4g} times as large as it has to be" if key in report.factors else ""
         )
         lines.append(f"  {key}: relative error {report.errors[key]:.2g}{factor}")
-    lines.append(
-        _REPAIRS.get(report.kernel, "choose another backend, for attention sdpa")
-        + ", and report the device, driver and torch version"
-    )
+    repair = _REPAIRS.get(report.kernel, "choose another backend, for attention attn: sdpa")
+    if "sdpa" in report.kernel:
+        repair = "train without packing and with attn: eager"
+    lines.append(f"{repair}, and report the device, driver and torch version")
     return "\n".join(lines)
 
 
