@@ -206,7 +206,8 @@ def _plain_gradients(
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse
     for block in _plan(part, spec, MASKED_ROWS):
-        upstream = grad_out[block.queries].to(dtype).unflatten(1, (groups, -1))
+        rows = block.q_stop - block.q_start
+        upstream = grad_out[block.queries].to(dtype).reshape(rows, groups, -1, v.shape[2])
         value = v[block.keys].to(dtype)
         with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
             query = q[block.queries].detach().to(dtype).requires_grad_()
@@ -224,7 +225,7 @@ def _plain_gradients(
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """[Q, Hq] to [Hkv, Hq / Hkv, Q, 1], to go with scores."""
-    return x.unflatten(1, (groups, -1)).permute(1, 2, 0)[..., None]
+    return x.reshape(len(x), groups, -1).permute(1, 2, 0)[..., None]
 
 
 def _scores(q: Tensor, k: Tensor, block: Block, masks: _Masks, spec: AttentionSpec) -> Tensor:

@@ -43,8 +43,8 @@ def encode_shared(
         of a clip is summed over the ranks and goes to the one that encoded it.
     """
     if any(isinstance(part, StepBatchNorm1d) and part.training for part in perception.modules()):
-        clips, _ = perception(audios, audio_lens, seeds)
-        return clips
+        whole: Tensor = perception(audios, audio_lens, seeds)[0]
+        return whole
     size, num_clips, longest = group.size(), len(audio_lens), max(1, int(clip_lens.max()))
     order = audio_lens.argsort(descending=True, stable=True)
     mine = order[group.rank() :: size]
