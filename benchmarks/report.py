@@ -115,6 +115,58 @@ def broadcast(result: dict[str, Any]) -> Iterable[str]:
         yield f"| {name} | {ratios} |"
 
 
+def ssd(result: dict[str, Any]) -> Iterable[str]:
+    """Mamba-2 layers."""
+    yield (
+        "Forward and backward of one Mamba-2 layer beside transformers' own in torch: the whole layer, projections and "
+        "gated norm included, and its convolution and scan alone.\n"
+    )
+    yield "| | tokens | times as fast | of the peak memory | differ by |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in result["rows"]:
+        share = f"{1 / row['memory_ratio']:.2f}"
+        name = f"{row['case']}, {row['part']} | {row['tokens']:,}"
+        yield f"| {name} | {row['time_ratio']:.2f} | {share} | {row['largest_difference']:.0e} |"
+    fits = {name: fit["shoal"] for name, fit in result["memory_fits"].items()}
+    worst = max(fit["excess"] for fit in fits.values())
+    slopes = "; ".join(f"{name}: {fit['bytes_per_token'] / 1024:.0f} KiB" for name, fit in fits.items())
+    yield f"\nPeak memory grows by a line in the tokens, off by at most {worst:.0%}. Per token, {slopes}."
+    if result["missed"]:
+        yield "\nTarget: twice as fast at 2,048 tokens. Missed: " + "; ".join(result["missed"]) + "."
+
+
+def packing(result: dict[str, Any]) -> Iterable[str]:
+    """Packed speech, on the lengths of real clips."""
+    seconds = result["seconds"]
+    yield (
+        f"{result['clips']} telephone prompts of {seconds['shortest']:.1f} to {seconds['longest']:.0f} s, packed or "
+        f"padded within {result['batch_tokens']:,} positions. The ideal gain is that of computing nothing on padding.\n"
+    )
+    yield "| useful tokens per CPU second, packed | gain | ideal gain | share of it, target at least 0.9 |"
+    yield "| --- | --- | --- | --- |"
+    against = {"padded": "batches as they come", "bucketed": "batches of clips of like length"}
+    for what in ("whole step", "language model"):
+        for way, found in result["measured"][what]["against"].items():
+            gain, ideal, share = (f"{found[key]:.2f}" for key in ("gain", "ideal_gain", "share"))
+            yield f"| {what}, over padded {against[way]} | {gain} | {ideal} | {share} |"
+
+
+def context(result: dict[str, Any]) -> Iterable[str]:
+    """One document over context-parallel ranks."""
+    whole = result["long_document"]["cp_size"]["1"]["peak_megabytes_per_rank"]
+    yield (
+        f"Two training steps on one document of {result['tokens']:,} tokens ({result['method']}); losses and gradient "
+        f"norms differ by at most {result['long_document']['difference']:.0e}; one rank alone needs {whole:.0f} MB. "
+        f"Imbalance: the busiest rank over the mean, on a ragged pack, limit {result['imbalance_limit']}.\n"
+    )
+    yield "| ranks | peak of a rank, over one rank | keys held per layer | imbalance of pairs | of CPU seconds |"
+    yield "| --- | --- | --- | --- | --- |"
+    for size, pack in result["ragged_pack"]["ranks"].items():
+        case = result["long_document"]["cp_size"][size]
+        balance = f"{pack['imbalance_of_pairs']:.4f} | {pack['imbalance_of_seconds']:.3f}"
+        yield f"| {size} | {case['memory_ratio']:.3f} | {case['key_megabytes_per_layer']:.1f} MB | {balance} |"
+
+
 def checkpoint(result: dict[str, Any]) -> Iterable[str]:
     """Saving and exporting."""
     meanings = {
@@ -153,8 +205,11 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "loading": ("Loading", loading),
     "loss": ("The loss of large vocabularies", loss),
     "vocab_loss": ("The loss of a head spread over ranks", vocab_loss),
+    "context": ("A long document over several ranks", context),
     "dropout": ("Dropout that does not depend on the layout", dropout),
     "broadcast": ("One loader for ranks that share a batch", broadcast),
+    "ssd": ("Mamba-2 layers", ssd),
+    "packing": ("Speech without padding", packing),
     "checkpoint": ("Checkpoints and exports", checkpoint),
 }
 """By the name of script and result: a title, and what makes the section's table."""
