@@ -187,8 +187,8 @@ def smollm2(result: dict[str, Any]) -> Iterable[str]:
     texts, tokens = result["num_texts"], result["after"]["num_tokens"]
     yield (
         f"SmolLM2-135M-Instruct, all weights, {len(history)} steps of packs on {result['ranks']} FSDP2 ranks: "
-        f"{sum(step['num_tokens'] for step in history):,} supervised tokens.\nHeld out: {texts} of 3 texts, {tokens:,} "
-        "tokens.\n"
+        f"{sum(step['num_tokens'] for step in history):,} supervised tokens.\nHeld out: {texts} of 3 texts "
+        f"(`--texts {texts}`), {tokens:,} tokens.\n"
     )
     yield "| | perplexity |\n| --- | --- |"
     yield f"| before: `shoal evaluate`, in rows | {result['before']['perplexity']:.4f} |"

@@ -111,6 +111,7 @@ def test_measured_figures_stay_within_their_limits() -> None:
     assert all(case["time_ratio"] <= dropout.TIME_LIMIT for case in result["dropout"]["cases"].values())
     for name, target in result["overhead"]["targets"].items():
         assert result["overhead"]["ratios"][name] <= target
+    smollm2.check(result["smollm2"])
 
 
 def test_smollm2_refuses_a_reference_that_differs_in_the_fourth_digit() -> None:
