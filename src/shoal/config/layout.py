@@ -217,9 +217,7 @@ def _needs(name: str, strategies: tuple[StrategyName, ...], why: str) -> LayoutR
         if value in (None, 1) or layout.strategy in strategies:
             return None
         limit = f"1 with strategy {layout.strategy}"
-        return Finding(
-            rule, layout.key(name), value, limit, f"{name}: 1, or strategy {' or '.join(strategies)}"
-        )
+        return Finding(rule, layout.key(name), value, limit, f"{name}: 1, or strategy {strategies[0]}")
 
     return LayoutRule(rule, why, check)
 

@@ -85,14 +85,14 @@ REFUSALS = [
         "tp-size-needs-fsdp2-or-megatron-fsdp",
         "tp_size",
         layout(tp_size=2, strategy="ddp"),
-        "fsdp2 or megatron_fsdp",
+        "strategy fsdp2",
         layout(tp_size=2, strategy="megatron_fsdp"),
     ),
     (
         "cp-size-needs-fsdp2-or-megatron-fsdp",
         "cp_size",
         layout(cp_size=2, strategy="ddp"),
-        "fsdp2 or megatron_fsdp",
+        "strategy fsdp2",
         layout(cp_size=2, strategy="megatron_fsdp"),
     ),
     (

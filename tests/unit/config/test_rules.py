@@ -453,3 +453,19 @@ def test_section_alone_is_checked_like_a_file() -> None:
     with pytest.raises(ConfigError, match="dp-size-fills-world"):
         parse_distributed_section({"dp_size": 3}, world_size=8)
     assert section["dp_size"] == "none"
+
+
+def test_an_option_of_another_strategy_is_no_misspelt_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_distributed_section(
+            {"strategy": "ddp", "sequence_parallel": True, "bucket_cap": 1}, world_size=8
+        )
+    option, misspelt = sorted(caught.value.findings, key=lambda finding: finding.rule)
+    assert (option.rule, option.key, option.value) == (
+        "option-of-strategy",
+        "distributed.sequence_parallel",
+        True,
+    )
+    assert option.limit == "a key of strategy fsdp2, not of ddp"
+    assert option.repair == "leave it out, or strategy: fsdp2"
+    assert (misspelt.rule, misspelt.repair) == ("unknown-key", "did you mean distributed.bucket_cap_mb?")

@@ -174,7 +174,9 @@ def read_distributed(raw: Any, path: str, report: Report) -> Any:
     options = STRATEGY_OPTIONS[strategy]
     size_names = {item.name for item in fields(ParallelismSizes)}
     option_names = {item.name for item in fields(options)} - {"activation_checkpointing"}
-    refuse_unknown(block, size_names | option_names | _BLOCK_NAMES, path, report)
+    known = size_names | option_names | _BLOCK_NAMES
+    _refuse_options_of_others(block, known, strategy, path, report)
+    refuse_unknown(block, known, path, report)
     block = without_inferred(block)
     values = {name: _one(DistributedConfig, name, block, path, report) for name in _BLOCK_NAMES & set(block)}
     return DistributedConfig(
@@ -186,6 +188,18 @@ def read_distributed(raw: Any, path: str, report: Report) -> Any:
 
 
 _BLOCK_NAMES = {"pipeline", "moe", "activation_checkpointing"}
+
+
+def _refuse_options_of_others(
+    block: dict[str, Any], known: set[str], strategy: str, path: str, report: Report
+) -> None:
+    """Refuses options that another strategy has, by that strategy's name and not as a misspelt key."""
+    for name in [name for name in block if name not in known]:
+        owners = [own for own, cls in STRATEGY_OPTIONS.items() if name in {item.name for item in fields(cls)}]
+        if owners:
+            limit = f"a key of strategy {' and '.join(owners)}, not of {strategy}"
+            repair = f"leave it out, or strategy: {owners[0]}"
+            report.refuse("option-of-strategy", join(path, name), block.pop(name), limit, repair)
 
 
 def _picked(block: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
