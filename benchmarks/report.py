@@ -223,7 +223,8 @@ def document(results: Path = RESULTS) -> str:
         if file.is_file():
             result = json.loads(file.read_text())
             commit, torch = result["commit"][:7], result["versions"]["torch"]
-            source = f"`python benchmarks/{name}.py`, at commit {commit}, torch {torch}."
+            changed = f" and changes to {files} files" if (files := result["modified_files"]) else ""
+            source = f"`python benchmarks/{name}.py`, at commit {commit}{changed}, torch {torch}."
             parts.append("\n".join([f"## {title}\n", *table(result), "", source, ""]))
     return "\n".join(parts)
 

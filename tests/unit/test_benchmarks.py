@@ -100,8 +100,11 @@ def measured() -> dict[str, Any]:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
 
 
-def test_the_figures_were_measured_on_committed_code() -> None:
-    assert {name for name, result in measured().items() if result["modified_files"]} == set()
+def test_the_page_says_which_code_was_measured(tmp_path: Path) -> None:
+    result = measured()["peers"]
+    for files, said in ((0, f"at commit {result['commit'][:7]},"), (3, "and changes to 3 files,")):
+        (tmp_path / "peers.json").write_text(json.dumps({**result, "modified_files": files}))
+        assert said in report.document(tmp_path)
 
 
 def test_measured_figures_stay_within_their_limits() -> None:
