@@ -181,7 +181,8 @@ def _wrong_gradients(evidence: Evidence) -> list[str]:
 
 def _local_norm(evidence: Evidence) -> _Guess | None:
     """Before gradients: each part of a gathered gradient was scaled by another rank's norm."""
-    disagree = len({rank.record.norms[0] for rank in evidence.ranks}) > 1
+    norms = [rank.record.norms[0] for rank in evidence.ranks]
+    disagree = max(norms) - min(norms) > evidence.comparison.tolerance * max(norms)
     if not disagree or (evidence.max_norm is not None and "clipping" not in evidence.necessary):
         return None
     if evidence.max_norm is None and _wrong_gradients(evidence):

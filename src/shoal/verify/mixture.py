@@ -16,6 +16,10 @@ _FIT = 1e-6
 """Relative error up to which an explanation holds; a least-squares fit is less exact than a gradient."""
 
 
+_SAME = 1e-9
+"""Relative difference up to which two ranks have the same values."""
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Weights with which the micro-batches' own gradients add up to a gradient; all 1 in a right one.
@@ -109,10 +113,10 @@ def _peers(ranks: Sequence[RankRecord], axis: str) -> Iterator[list[int]]:
 
 
 def ranks_disagree(gradients: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
-    """Whether ranks that hold the same parameter whole have different values for it."""
+    """Whether ranks that hold the same parameter whole have different values for it, beyond rounding."""
     for name in names:
         held = [tensors[name] for tensors in gradients if name in tensors]
-        if any(not torch.equal(held[0], other) for other in held[1:]):
+        if any(error_of(other, held[0], largest_entry({name: held[0]})) > _SAME for other in held[1:]):
             return True
     return False
 
