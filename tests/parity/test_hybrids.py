@@ -30,6 +30,7 @@ CASES = {
 }
 METHODS: tuple[MambaContextMethod, ...] = ("all_to_all", "state")
 CP2, CP4 = ParallelismSizes(cp_size=2), ParallelismSizes(cp_size=4)
+CP2_TP2 = ParallelismSizes(cp_size=2, tp_size=2)
 CONTEXT = {
     layout.name: layout
     for method in METHODS
@@ -38,10 +39,12 @@ CONTEXT = {
         Layout(f"{method}-cp2", 2, sizes=CP2, fsdp2=options),
         Layout(f"{method}-cp4", 4, sizes=CP4, fsdp2=options),
         Layout(f"{method}-dp2-cp2", 4, sizes=CP2, fsdp2=options),
+        Layout(f"{method}-cp2-tp2-sp", 4, sizes=CP2_TP2, fsdp2=replace(options, sequence_parallel=True)),
         Layout(f"{method}-cp2-checkpointing", 2, sizes=CP2, fsdp2=options, checkpoint_llm=True),
     )
 }
-ALL_LAYOUTS = {**LAYOUTS, **CONTEXT}
+TP2_SP = Layout("tp2-sp", 2, sizes=ParallelismSizes(tp_size=2), fsdp2=FSDP2Config(sequence_parallel=True))
+ALL_LAYOUTS = {**LAYOUTS, **CONTEXT, "tp2-sp": TP2_SP}
 TABLE = [
     *((family, layout) for family in FAMILIES for layout in ("ddp2", "hsdp2x2")),
     *((f"{family}-rows", "fsdp2") for family in FAMILIES),
@@ -56,6 +59,9 @@ TABLE = [
         for method in METHODS
     ),
     *(("mamba2", f"{method}-cp4") for method in METHODS),
+    ("bamba", "tp2-sp"),
+    ("bamba", "all_to_all-cp2-tp2-sp"),
+    ("nemotron-h", "state-cp2-tp2-sp"),
     *(("bamba-fp32", f"{method}-cp2-checkpointing") for method in METHODS),
 ]
 
