@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from shoal.config.errors import ConfigError
 from shoal.config.options import LoadOptions
 from shoal.config.schema import FSDP2Config
 from shoal.models.lora import add_lora
+from shoal.parallel.tensor.apply import _LocalHeads
 from shoal.parallel.tensor.blocks import find_blocks
 from shoal.parallel.tensor.plan import resolve_plan
 from tests.families import tiny_lm
@@ -159,6 +162,14 @@ def test_a_function_of_the_users_own_makes_a_plan(tmp_path: Path, monkeypatch: p
     named = config.distributed.options.tp_plan
     assert config.to_dict()["distributed"]["tp_plan"] == "my_plans.mine"
     assert resolve_plan(tiny_lm("llama"), 2, named).head == "lm_head"
+
+
+def test_a_configuration_that_counts_local_heads_can_be_copied() -> None:
+    config = tiny_lm("llama").config
+    local = _LocalHeads(config, num_attention_heads=1)
+    for other in (local, copy.copy(local), copy.deepcopy(local), pickle.loads(pickle.dumps(local))):
+        assert (other.num_attention_heads, other.hidden_size) == (1, config.hidden_size)
+        assert not hasattr(other, "absent")
 
 
 def test_tied_weights_are_cut_together_or_not_at_all() -> None:

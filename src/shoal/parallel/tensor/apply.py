@@ -236,7 +236,9 @@ class _LocalHeads:
         self.__dict__.update(counts, _config=config)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_config"], name)
+        if name == "_config":  # a copy that has no attributes yet asks what it can do
+            raise AttributeError(name)
+        return getattr(self._config, name)
 
 
 def _localise_heads(model: PreTrainedModel, plan: ResolvedPlan, state: TensorParallel) -> None:
