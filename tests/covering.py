@@ -42,7 +42,8 @@ COVERING = {
         r"|(plain|window-5|tiny)-ring-4|plain-ring-[13]|many-heads-ulysses-3|plain-(allgather|ulysses)-4"
     ),
     "parity/test_hybrids.py": (
-        r"nemotron-h-(hsdp2x2|fp32-fsdp4-checkpointing|all_to_all-dp2-cp2|state-cp2-tp2-sp)|granite-hybrid-(ddp2|all_to_all-cp2)"
+        r"nemotron-h-(hsdp2x2|fp32-fsdp4-checkpointing|all_to_all-dp2-cp2|state-cp2-tp2-sp)"
+        r"|granite-hybrid-(ddp2|all_to_all-cp2)"
         r"|bamba-(rows-fsdp2|lora-fsdp2|unsupervised-fsdp2|rows-state-dp2-cp2)|mamba2-(hsdp2x2|state-cp4)"
     ),
     "parity/test_context_mamba.py": r"ragged-.*|one long document-.*|a group a head-.*",
