@@ -103,7 +103,7 @@ def test_the_table_for_people(ranks: RankRunner, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_only_ranks_know_is_refused_too(ranks: RankRunner, tmp_path: Path) -> None:
-    """GPT-2 has no tensor-parallel plan: every rank refuses it, which is no mismatch."""
+    """GPT-2 has no tensor-parallel plan, and dropout in its attention: all ranks refuse it, which is no mismatch."""
     file = tmp_path / "run.yaml"
     config = configurations.text("gpt2", {"distributed": {"tp_size": 2}})
     config["model"]["config"] = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.config.errors import ConfigError, Finding
 from shoal.data.batch import MicroBatch, StepBatch
 from shoal.data.position import StreamPosition
 from shoal.mesh.sizes import MeshCoordinate
@@ -42,8 +43,7 @@ class RankRecord:
 
 def train_on_mesh(task: Task, layout: MeshLayout, *, capture: bool = False) -> RankRecord:
     """Trains as one rank of a layout; collective over an open process group of `layout.world` ranks."""
-    setup = build_setup(layout)
-    model = assemble(plan_for(task, layout), setup, Numerics(stored=task.dtype), CPU)
+    setup, model = _assembled(task, layout)
     model.module.train()
     record = Record(initial=full_tensors(model.module))
     seen = RankRecord(setup.mesh_context.sizes.coordinate(dist.get_rank()), record)
@@ -69,13 +69,30 @@ def train_on_mesh(task: Task, layout: MeshLayout, *, capture: bool = False) -> R
 
 def deal_on_mesh(task: Task, layout: MeshLayout) -> RankRecord:
     """What one rank of a layout would train on; collective, nothing is trained."""
-    setup = build_setup(layout)
-    model = assemble(plan_for(task, layout), setup, Numerics(stored=task.dtype), CPU)
+    setup, model = _assembled(task, layout)
     seen = RankRecord(setup.mesh_context.sizes.coordinate(dist.get_rank()), Record())
     for step in range(task.num_steps):
         batch = deal(task.draw(step), model, task.empty)
         seen.digests.append([digest(micro_batch) for micro_batch in batch.micro_batches])
     return seen
+
+
+def _assembled(task: Task, layout: MeshLayout) -> tuple[DistributedSetup, ParallelModel]:
+    """Mesh and model of a layout. Collective.
+
+    Raises:
+        ConfigError: The layout, or the model on it, is refused; nothing has been trained.
+    """
+    setup = build_setup(layout)
+    try:
+        return setup, assemble(plan_for(task, layout), setup, Numerics(stored=task.dtype), CPU)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        finding = Finding(
+            "verify-layout", "layout", layout.describe(), str(error), "change the layout or the model"
+        )
+        raise ConfigError([finding]) from error
 
 
 def build_setup(layout: MeshLayout) -> DistributedSetup:

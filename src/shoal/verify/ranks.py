@@ -65,8 +65,8 @@ class RanksFailed(RuntimeError):
     @property
     def refused(self) -> tuple[Finding, ...]:
         """What all ranks refused alike, before they trained; empty when anything else happened."""
-        findings = {failure.findings for failure in self.failures if failure.reason != "stopped"}
-        return findings.pop() if len(findings) == 1 else ()
+        told = [failure.findings for failure in self.failures if failure.reason != "stopped"]
+        return told[0] if told and all(findings == told[0] for findings in told) else ()
 
 
 @dataclass(frozen=True)
