@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM as Transformers
 
 import shoal
-from shoal.config.schema import FSDP2Config, ParallelismSizes
+from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
 from shoal.parallel.managers import gradient_sync
 from tests.families import VOCAB, tiny_lm
 from tests.parity.harness import relative_errors
@@ -65,6 +65,36 @@ def spread_by_hand(
         loss = loss_of(model)
         loss.backward()
     return float(loss), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def summed_after_each(rank: int, world: int, strategy: str) -> dict[str, torch.Tensor]:
+    """The same micro-batch twice, summed over the ranks after each; nothing says that the first is not the last."""
+    options = DDPConfig() if strategy == "ddp" else FSDP2Config(sequence_parallel=True)
+    sizes = ParallelismSizes() if strategy == "ddp" else ParallelismSizes(tp_size=world)
+    setup = shoal.DistributedSetup.build(strategy=options, parallelism_sizes=sizes)
+    model: Any = shoal.AutoModelForCausalLM.from_config(
+        tiny_lm("qwen3").config, distributed_setup=setup, dtype=torch.float64
+    )
+    found = []
+    for sync in ((True, True), (False, True)):
+        for last in sync:
+            with gradient_sync(model, last):
+                loss_of(model).backward()
+        found.append(
+            {
+                name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+                for name, p in model.named_parameters()
+            }
+        )
+        model.zero_grad()
+    each, once = found
+    return {name: (each[name] - once[name]).abs().max() for name in once if once[name].abs().max() > 0}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_what_is_summed_is_not_summed_again(ranks: RankRunner, strategy: str) -> None:
+    for errors in ranks(summed_after_each, 2, strategy):
+        assert len(errors) > 10 and max(errors.values()) < 1e-10
 
 
 PLANS: list[dict[str, str] | None] = [

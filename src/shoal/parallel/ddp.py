@@ -18,7 +18,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import DDPConfig
-from shoal.parallel.model import MicroBatch, ParallelModel, Sums
+from shoal.parallel.model import MicroBatch, ParallelModel, Sums, surrounded
+from shoal.parallel.summed import SummedGradients
 
 
 def sum_gradients_hook(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -90,7 +91,9 @@ def replicate_in_place(
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
         yield
 
-    return ParallelModel(model, model, gradient_sync, group, device)
+    summed = SummedGradients(model.parameters, group.size())
+    sync = surrounded(gradient_sync, summed.share, summed.note)
+    return ParallelModel(model, model, sync, group, device)
 
 
 def _flags(config: DDPConfig) -> dict[str, Any]:

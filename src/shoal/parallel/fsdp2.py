@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 
 from shoal.config.schema import FSDP2Config, MixedPrecisionConfig, OffloadConfig
 from shoal.parallel.layers import transformer_layers
-from shoal.parallel.model import GradientSync, ParallelModel, followed_by
+from shoal.parallel.model import GradientSync, ParallelModel, surrounded
 from shoal.parallel.tensor import TensorParallel
 
 
@@ -74,7 +74,9 @@ def fsdp2_model(
     assert isinstance(module, nn.Module)
     sync: GradientSync = gradient_sync
     if tensor_parallel is not None:
-        sync = followed_by(sync, tensor_parallel.sum_partial_gradients)
+        sync = surrounded(
+            sync, tensor_parallel.share_partial_gradients, tensor_parallel.sum_partial_gradients
+        )
     return ParallelModel(module, module, sync, group, device, loss_group)
 
 

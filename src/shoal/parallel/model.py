@@ -28,11 +28,12 @@ GradientSync = Callable[[bool], AbstractContextManager[None]]
 """See `ParallelModel.gradient_sync`."""
 
 
-def followed_by(sync: GradientSync, finish: Callable[[], None]) -> GradientSync:
-    """Calls `finish` when the gradients of the last micro-batch have been synchronised."""
+def surrounded(sync: GradientSync, begin: Callable[[], None], finish: Callable[[], None]) -> GradientSync:
+    """Calls `begin` before each micro-batch, and `finish` when the gradients of the last one have been synchronised."""
 
     @contextmanager
     def synchronised(last: bool) -> Iterator[None]:
+        begin()
         with sync(last):
             yield
         if last:

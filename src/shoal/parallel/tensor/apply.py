@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from shoal.config.values import FunctionName
 from shoal.kernels.vocab import VocabShard
 from shoal.mesh import regions
 from shoal.parallel.layers import transformer_layers
+from shoal.parallel.summed import SummedGradients, local_gradient
 from shoal.parallel.tensor.blocks import (
     Blocks,
     at_entrance,
@@ -65,6 +65,9 @@ class TensorParallel:
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     full_logits: bool = False
     length: int = 0
+
+    def __post_init__(self) -> None:
+        self._summed = SummedGradients(self.partial_parameters, self.group.size())
 
     @property
     def rank(self) -> int:
@@ -115,14 +118,22 @@ class TensorParallel:
     def sum_partial_gradients(self) -> None:
         """Sums the gradients that are partial over the group, in one all-reduce for each dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for module, name in self.partial:
-            parameter = module._parameters[name]
-            gradient = None if parameter is None else parameter.grad
-            if gradient is not None:
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for parameter in self.partial_parameters():
+            if parameter.grad is not None:
+                local = local_gradient(parameter.grad)
                 by_dtype.setdefault(local.dtype, []).append(local)
         for gradients in by_dtype.values():
             self._sum(gradients)
+        self._summed.note()
+
+    def share_partial_gradients(self) -> None:
+        """Before more is added to gradients that have been summed; see `shoal.parallel.summed`."""
+        self._summed.share()
+
+    def partial_parameters(self) -> list[nn.Parameter]:
+        """The parameters of `partial`, as FSDP2 has placed them by now."""
+        found = (module._parameters[name] for module, name in self.partial)
+        return [parameter for parameter in found if parameter is not None]
 
     def _sum(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
