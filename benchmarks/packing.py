@@ -1,6 +1,6 @@
 """What packing speech gains: useful tokens per CPU second, packed against padded, on real lengths, one thread.
 
-Lengths and words are those of the telephone prompts that the quickstart fetches (0.3 to 86 seconds); the audio
+Lengths and words are those of the telephone prompts that the quickstart fetches (0.2 to 73 seconds); the audio
 is noise of those lengths and the model a small SALM with random weights and a frozen encoder, because what a step
 costs depends on neither. The data pipeline composes the micro-batches of every way from the same shuffled clips and
 the same `batch_tokens`; each way runs forward and backward over all of them, in turn, in one process. Losses are
