@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.parity_full import cell_of, commit  # noqa: E402 (needs the path above)
 from shoal.config.schema import FSDP2Config, ParallelismSizes  # noqa: E402
-from tests.parity.harness import Case, Layout, Record, reference  # noqa: E402
+from tests.parity.harness import Case, Layout, Record, reference, replace  # noqa: E402
 from tests.parity.packed_text import packed_case, rows_of  # noqa: E402
 from tests.parity.test_context import LORA, METHODS, run_in_double  # noqa: E402
 from tests.unit.kernels.families import InDouble  # noqa: E402
@@ -73,6 +73,9 @@ def run(selected: list[str], parts: list[str], resume: bool) -> dict[str, Any]:
             for name, layout in layouts().items():
                 if name in cells or (parts and not any(part in name for part in parts)):
                     continue
+                if family == "qwen3-moe":
+                    # A router that is computed again would round to float32: see tests/parity/test_context.py.
+                    layout = replace(layout, checkpoint_llm=False)
                 if expected is None:
                     with InDouble():
                         expected = reference(rows_of(case))
