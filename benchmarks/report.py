@@ -197,6 +197,16 @@ def smollm2(result: dict[str, Any]) -> Iterable[str]:
     yield f"| after: `shoal export`, plain transformers | {result['transformers']['perplexity']:.4f} |"
 
 
+def verify(result: dict[str, Any]) -> Iterable[str]:
+    """The command that proves a layout."""
+    limit = result["limit_seconds"]
+    yield f"| `shoal verify`, exit status 0 | ranks | seconds, limit {limit} on 4 ranks | CPU seconds | verdict |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, case in result["cases"].items():
+        figures = (str(case.get(key, "")) for key in ("ranks", "seconds", "cpu_seconds"))
+        yield f"| {name} | {' | '.join(figures)} | {case['verdict']} |"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "smollm2": ("A real model, checked from outside", smollm2),
     "overhead": ("Over a loop of one's own", overhead),
@@ -210,6 +220,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterable[str]]]] = {
     "broadcast": ("One loader for ranks that share a batch", broadcast),
     "ssd": ("Mamba-2 layers", ssd),
     "packing": ("Speech without padding", packing),
+    "verify": ("Proving a layout on a laptop", verify),
     "checkpoint": ("Checkpoints and exports", checkpoint),
 }
 """By the name of script and result: a title, and what makes the section's table."""
