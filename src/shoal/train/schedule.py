@@ -115,7 +115,8 @@ def schedule_of(config: LRSchedulerConfig, num_steps: int | None) -> Schedule:
     wsd = config.wsd_decay_steps
     if wsd is not None and wsd > decay - warmup:
         raise ValueError(
-            f"lr_scheduler.wsd_decay_steps = {wsd}: at most {decay - warmup}, the steps after the warm-up"
+            f"lr_scheduler.wsd_decay_steps = {wsd}: at most {decay - warmup}, the steps after the warm-up; "
+            f"repair: wsd_decay_steps: {decay - warmup}"
         )
     return Schedule(
         warmup, decay, config.lr_decay_style, config.init_lr, config.min_lr, wsd, config.lr_wsd_decay_style

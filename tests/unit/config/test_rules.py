@@ -295,6 +295,12 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
     ("peft-targets", "llm", None, {"peft": {"dim": 4}}),
     ("peft-targets", "llm", None, {"peft": {"match_all_linear": True, "target_modules": ["q_proj"]}}),
     ("lr-schedule", "llm", None, {"lr_scheduler": {"lr_warmup_steps": 9, "lr_decay_steps": 9}}),
+    (
+        "lr-schedule",
+        "llm",
+        None,
+        {"lr_scheduler": {"lr_warmup_steps": 9, "lr_decay_steps": None}, "step_scheduler": {"max_steps": 9}},
+    ),
     ("lr-schedule", "llm", None, {"lr_scheduler": {"lr_decay_style": "WSD"}}),
     ("validation-is-whole", "llm", None, {"validation_dataloader": {"shuffle": True}}),
     ("validation-is-whole", "llm", None, {"validation_dataloader": {"drop_last": True}}),

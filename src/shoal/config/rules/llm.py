@@ -170,9 +170,11 @@ def _schedule_fits(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     schedule = config.lr_scheduler
     if schedule is None:
         return
-    warmup, decay = schedule.lr_warmup_steps, schedule.lr_decay_steps
+    warmup, decay, name = schedule.lr_warmup_steps, schedule.lr_decay_steps, "lr_decay_steps"
+    if decay is None:
+        decay, name = config.step_scheduler.max_steps, "step_scheduler.max_steps"
     if warmup is not None and decay is not None and warmup >= decay:
-        limit = f"less than lr_decay_steps = {decay}"
+        limit = f"less than {name} = {decay}"
         yield Broken("lr_scheduler.lr_warmup_steps", warmup, limit, "shorten the warm-up")
     if (schedule.lr_decay_style == "WSD") != (schedule.wsd_decay_steps is not None):
         limit = "given with lr_decay_style: WSD, and only with it"
