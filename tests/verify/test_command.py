@@ -125,6 +125,21 @@ def test_refusals_come_before_torch(capfd: pytest.CaptureFixture[str]) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_fields_may_be_nested() -> None:
+    """`rope_parameters` is a mapping in a mapping, which transformers fills in; training reads it the same way."""
+    from shoal.config import LLMConfig, load_config
+    from shoal.train.llm_plans import causal_lm_plan
+    from shoal.verify.sources import read_architecture
+
+    config = load_config(LLAMA)
+    assert isinstance(config, LLMConfig) and config.model is not None
+    fields = config.model.config
+    assert fields is not None
+    read = read_architecture(fields, "model.config", "--model-config", instead=None)
+    assert read.rope_parameters["rope_type"] == "llama3" and read.num_hidden_layers == 32
+    causal_lm_plan(config)
+
+
 def test_a_model_that_cannot_be_had_is_refused(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from shoal.config.dump import plain
 from shoal.config.llm import CausalLMConfig, LLMConfig, PeftConfig
 from shoal.data.byte_tokenizer import byte_tokenizer
 from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
@@ -151,5 +152,5 @@ def _hf_config(model: CausalLMConfig, folder: Path | None) -> Any:
     if folder is not None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     assert model.config is not None and not isinstance(model.config, str)
-    fields = {name: list(v) if isinstance(v, tuple) else v for name, v in model.config.items()}
+    fields = plain(model.config)  # transformers fills nested mappings in, which frozen ones refuse
     return AutoConfig.for_model(str(fields.pop("model_type")), **fields)

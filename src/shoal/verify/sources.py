@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
+from shoal.config.dump import plain
 from shoal.config.errors import ConfigError, Finding
 from shoal.verify.shrink import Fields
 
@@ -44,7 +45,7 @@ def read_architecture(
             raise ConfigError([Finding(_RULE, option, instead, limit, "check the path")])
         return _from_folder(folder, trust_remote_code)
     if isinstance(name, Mapping):
-        fields = _thawed(name)
+        fields = plain(name)
         config: PreTrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
         return config
     if Path(name).is_dir():
@@ -55,13 +56,6 @@ def read_architecture(
         limit = f"a folder, or a hub model whose config.json can be fetched ({type(error).__name__})"
         repair = f"{option} FOLDER, with the model's config.json in it (weights are not needed)"
         raise ConfigError([Finding(_RULE, key, name, limit, repair)]) from error
-
-
-def _thawed(value: Any) -> Any:
-    """Frozen mappings and tuples of a configuration as the dicts and lists that transformers fills in."""
-    if isinstance(value, Mapping):
-        return {name: _thawed(item) for name, item in value.items()}
-    return [_thawed(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
