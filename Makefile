@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
+# Files of tests run side by side; a table of layouts stays in one process, which computes its reference once.
+WORKERS ?= 2
 
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
@@ -49,10 +51,10 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 unit-full: $(STAMP)
-	$(BIN)/python -m pytest --full $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --full -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 parity: $(STAMP)
 	$(BIN)/python scripts/parity_table.py

@@ -25,7 +25,7 @@ def test_support_matrix_in_the_document_is_the_one_the_command_prints() -> None:
     assert between == printed, "run: python -m shoal.config, and put its output between the two marks"
 
 
-@pytest.mark.parametrize("name", [*TARGETS, *PERCEPTION_TARGETS, *ADAPTER_KINDS, *STRATEGIES])
+@pytest.mark.parametrize("name", [*TARGETS, *sorted(PERCEPTION_TARGETS), *ADAPTER_KINDS, *STRATEGIES])
 def test_names_of_nemo_are_in_the_compatibility_page_or_spelled_alike(name: str) -> None:
     text = (DOCS / "compatibility.md").read_text()
     documented = set(re.findall(r"[\w.]+", text))
