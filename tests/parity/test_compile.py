@@ -53,8 +53,8 @@ def expected(family: str) -> Record:
         ("llama", "ddp2"),
         ("llama", "fsdp2-checkpointing"),
         ("llama", "tp2-sp-checkpointing"),
-        pytest.param("gemma3", "fsdp2-checkpointing", marks=pytest.mark.slow),
-        pytest.param("qwen3-moe", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("gemma3", "fsdp2-checkpointing", marks=[pytest.mark.slow, pytest.mark.full]),
+        pytest.param("qwen3-moe", "fsdp2", marks=[pytest.mark.slow, pytest.mark.full]),
     ],
 )
 def test_compiled_layers_change_no_number(ranks: RankRunner, family: str, layout: str) -> None:

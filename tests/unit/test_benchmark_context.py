@@ -36,6 +36,7 @@ def test_missed_targets_are_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_short_document(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["context.py", "--tokens", "512", "--results", str(tmp_path)])
     assert context.main() == 0

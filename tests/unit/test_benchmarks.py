@@ -12,6 +12,7 @@ from benchmarks import checkpoint, dropout, loading, loss, overhead, peers, repo
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_overhead_measures_two_loops_that_do_the_same_work(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -80,6 +81,7 @@ def test_measured_checkpoints_stay_within_their_limits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_checkpoint_measures_every_way_of_saving(tmp_path: Path) -> None:
     command = [sys.executable, checkpoint.__file__, "--repetitions", "1", "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
