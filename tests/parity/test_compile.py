@@ -51,7 +51,7 @@ def expected(family: str) -> Record:
     ("family", "layout"),
     [
         ("llama", "ddp2"),
-        ("llama", "fsdp2-checkpointing"),
+        pytest.param("llama", "fsdp2-checkpointing", marks=pytest.mark.full),
         ("llama", "tp2-sp-checkpointing"),
         pytest.param("gemma3", "fsdp2-checkpointing", marks=[pytest.mark.slow, pytest.mark.full]),
         pytest.param("qwen3-moe", "fsdp2", marks=[pytest.mark.slow, pytest.mark.full]),

@@ -42,6 +42,7 @@ def test_refuses_to_compare_different_work() -> None:
     loss.refuse_different_work({"chunked": 0.01, "torch": 0.1}, "bfloat16")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_measures_spread_losses_that_do_the_same_work(tmp_path: Path) -> None:
     command = [sys.executable, vocab_loss.__file__, "--repetitions", "1", "--scale", "0.05"]
