@@ -22,7 +22,7 @@ help:
 	@echo "make unit        all tests, without lint and types; PYTEST_ARGS='-k mesh' selects"
 	@echo "make unit-full   the rows of all tables, beyond the covering selection too"
 	@echo "make parity      train under every layout and write docs/parity.md"
-	@echo "make parity-full  every family under every tensor-parallel layout, into docs/parity_tensor.md; ARGS=--resume"
+	@echo "make parity-full  families under tensor- and context-parallel layouts, into docs/parity_{tensor,context}.md; ARGS=--resume"
 	@echo "make clean       remove the virtual environment and caches"
 
 install: $(STAMP)
@@ -61,6 +61,7 @@ parity: $(STAMP)
 
 parity-full: $(STAMP)
 	$(BIN)/python scripts/parity_full.py $(ARGS)
+	$(BIN)/python scripts/parity_context.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
