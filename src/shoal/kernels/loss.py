@@ -96,20 +96,31 @@ def token_losses(
     labelled = (labels != ignore_index).nonzero()[:, 0]
     if len(labelled) < len(labels):
         hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    # Ranks with fewer rows, or none, must cut the tokens as the others do.
-    num_columns = weight.shape[0] if vocab is None else vocab.num_longest
-    rows = max(1, CHUNK_ELEMENTS // num_columns) if chunk_size is None else chunk_size
+    hidden, weight, bias = _in_autocast_dtype(hidden, weight, bias)
+    rows = _rows_per_chunk(weight, vocab) if chunk_size is None else chunk_size
     terms = _Terms(softcap, logit_scale, label_smoothing, z_loss)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         sums: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, labels, terms, vocab, rows, torch.is_grad_enabled()
         )
     return sums
+
+
+def _in_autocast_dtype(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a linear layer would multiply: cast under autocast, else as they are."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _rows_per_chunk(weight: Tensor, vocab: VocabShard | None) -> int:
+    """Tokens of a chunk; ranks with fewer rows of the head, or none, must cut the tokens as the others do."""
+    num_columns = weight.shape[0] if vocab is None else vocab.num_longest
+    return max(1, CHUNK_ELEMENTS // num_columns)
 
 
 def reference_token_losses(
