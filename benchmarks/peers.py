@@ -153,16 +153,27 @@ def run_lightning(folder: Path, num_steps: int) -> dict[str, Any]:
     )
     module = Module()
     trainer = pl.Trainer(
-        strategy=strategy, max_steps=num_steps, accumulate_grad_batches=ACCUMULATION, **_quiet()
+        strategy=strategy, max_steps=num_steps, accumulate_grad_batches=ACCUMULATION, **quiet_trainer()
     )
     trainer.fit(module, DataLoader(Micro(), batch_size=None))
     return {**clock.report(), "sharding": _sharding(module.model)}
 
 
 def run_shoal(folder: Path, num_steps: int) -> dict[str, Any]:
-    """Shoal as its LLM recipe runs: the trainable module, the training step, Lightning's Trainer."""
+    """Shoal as its LLM recipe runs, sharded over the ranks."""
+    from shoal.train.strategy import AutomodelParallelStrategy
+
+    strategy = AutomodelParallelStrategy(process_group_backend="gloo")
+    rank = int(os.environ["RANK"])
+    report, model = train_shoal(folder, num_steps, strategy, rank=rank, dp_size=NUM_RANKS, max_norm=MAX_NORM)
+    return {**report, "sharding": _sharding(model)}
+
+
+def train_shoal(
+    folder: Path, num_steps: int, strategy: Any, *, rank: int, dp_size: int, max_norm: float | None
+) -> tuple[dict[str, Any], Any]:
+    """The trainable module, the training step and Lightning's Trainer; returns the clock's report and the model."""
     import lightning.pytorch as pl
-    import torch
     from torch.utils.data import DataLoader, Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -174,16 +185,14 @@ def run_shoal(folder: Path, num_steps: int) -> dict[str, Any]:
     from shoal.models.load import WeightSource
     from shoal.train.modules import ShoalModule
     from shoal.train.precision import ShoalPrecision
-    from shoal.train.strategy import AutomodelParallelStrategy
 
     class Steps(Dataset[StepBatch]):
         def __len__(self) -> int:
             return num_steps
 
         def __getitem__(self, step: int) -> StepBatch:
-            rank = int(os.environ["RANK"])
-            micro_batches = [_micro_batch(tokens_of(step, index, rank)) for index in range(ACCUMULATION)]
-            return StepBatch(micro_batches, StreamPosition(0, (step + 1) * NUM_RANKS * ACCUMULATION))
+            micro_batches = [text_micro_batch(tokens_of(step, index, rank)) for index in range(ACCUMULATION)]
+            return StepBatch(micro_batches, StreamPosition(0, (step + 1) * dp_size * ACCUMULATION))
 
     class Timer(pl.Callback):
         def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
@@ -195,22 +204,17 @@ def run_shoal(folder: Path, num_steps: int) -> dict[str, Any]:
         lambda: CausalLM(LlamaForCausalLM(LlamaConfig.from_pretrained(folder))),
         weights=[WeightSource("llm", folder)],
     )
-    module = ShoalModule(
-        plan,
-        TargetConfig("torch.optim.AdamW", FrozenDict(lr=LEARNING_RATE)),
-        gradient_clip_val=MAX_NORM,
-    )
-    strategy = AutomodelParallelStrategy(process_group_backend="gloo")
+    optimizer = TargetConfig("torch.optim.AdamW", FrozenDict(lr=LEARNING_RATE))
+    module = ShoalModule(plan, optimizer, gradient_clip_val=max_norm)
     plugins: list[Any] = [ShoalPrecision("32-true")]
     trainer = pl.Trainer(
-        strategy=strategy, plugins=plugins, max_steps=num_steps, callbacks=[Timer()], **_quiet()
+        strategy=strategy, plugins=plugins, max_steps=num_steps, callbacks=[Timer()], **quiet_trainer()
     )
     trainer.fit(module, DataLoader(Steps(), batch_size=None))
-    del torch
-    return {**clock.report(), "sharding": _sharding(module.model)}
+    return clock.report(), module.model
 
 
-def _micro_batch(ids: Any) -> dict[str, Any]:
+def text_micro_batch(ids: Any) -> dict[str, Any]:
     import torch
 
     return {
@@ -224,7 +228,7 @@ def _micro_batch(ids: Any) -> dict[str, Any]:
     }
 
 
-def _quiet() -> dict[str, Any]:
+def quiet_trainer() -> dict[str, Any]:
     return {
         "accelerator": "cpu",
         "devices": NUM_RANKS,
@@ -252,11 +256,11 @@ def _sharding(model: Any) -> dict[str, Any]:
 RUNS = {"shoal": run_shoal, "accelerate": run_accelerate, "lightning": run_lightning}
 
 
-def launch(kind: str, folder: Path, num_steps: int) -> list[dict[str, Any]]:
+def launch(kind: str, folder: Path, num_steps: int, script: str = __file__) -> list[dict[str, Any]]:
     """One repetition in fresh processes; the ranks' reports."""
     with tempfile.TemporaryDirectory() as reports:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(NUM_RANKS), __file__, "--worker", kind]
+        command += ["--nproc-per-node", str(NUM_RANKS), script, "--worker", kind]
         command += ["--folder", str(folder), "--reports", reports, "--steps", str(num_steps)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,12 +27,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.overhead import LEARNING_RATE, MICRO_BATCH, MODEL, SEQUENCE, Clock, write_model  # noqa: E402
-from benchmarks.peers import ACCUMULATION, DECIMALS, _micro_batch, _quiet, mean_loss, tokens_of  # noqa: E402
+from benchmarks.overhead import LEARNING_RATE, MICRO_BATCH, MODEL, NUM_RANKS, SEQUENCE, Clock, write_model  # noqa: E402
+from benchmarks.peers import (  # noqa: E402
+    ACCUMULATION,
+    largest_difference,
+    launch,
+    mean_loss,
+    quiet_trainer,
+    tokens_of,
+    train_shoal,
+)
 from benchmarks.provenance import provenance  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-NUM_RANKS = 2
 LIMIT = 1.05
 
 
@@ -111,7 +117,7 @@ def run_lightning(folder: Path, num_steps: int) -> dict[str, Any]:
         data_parallel_size=1, tensor_parallel_size=NUM_RANKS, process_group_backend="gloo"
     )
     trainer = pl.Trainer(
-        strategy=strategy, max_steps=num_steps, accumulate_grad_batches=ACCUMULATION, **_quiet()
+        strategy=strategy, max_steps=num_steps, accumulate_grad_batches=ACCUMULATION, **quiet_trainer()
     )
     trainer.fit(Module(), DataLoader(Micro(), batch_size=None))
     return clock.report()
@@ -119,51 +125,14 @@ def run_lightning(folder: Path, num_steps: int) -> dict[str, Any]:
 
 def run_shoal(folder: Path, num_steps: int, sequence_parallel: bool = False) -> dict[str, Any]:
     """Shoal as its LLM recipe runs."""
-    import lightning.pytorch as pl
-    from torch.utils.data import DataLoader, Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from shoal.config.schema import FSDP2Config
-    from shoal.config.values import FrozenDict, TargetConfig
-    from shoal.data.batch import StepBatch
-    from shoal.data.position import StreamPosition
-    from shoal.models.assemble import ModelPlan
-    from shoal.models.causal_lm import CausalLM
-    from shoal.models.load import WeightSource
-    from shoal.train.modules import ShoalModule
-    from shoal.train.precision import ShoalPrecision
     from shoal.train.strategy import AutomodelParallelStrategy
 
-    class Steps(Dataset[StepBatch]):
-        def __len__(self) -> int:
-            return num_steps
-
-        def __getitem__(self, step: int) -> StepBatch:
-            micro_batches = [_micro_batch(tokens_of(step, index, 0)) for index in range(ACCUMULATION)]
-            return StepBatch(micro_batches, StreamPosition(0, (step + 1) * ACCUMULATION))
-
-    class Timer(pl.Callback):
-        def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-            outputs = arguments[2]
-            clock.step_ended(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
-
-    clock = Clock()
-    plan = ModelPlan(
-        lambda: CausalLM(LlamaForCausalLM(LlamaConfig.from_pretrained(folder))),
-        weights=[WeightSource("llm", folder)],
-    )
-    module = ShoalModule(plan, TargetConfig("torch.optim.AdamW", FrozenDict(lr=LEARNING_RATE)))
+    options = FSDP2Config(sequence_parallel=sequence_parallel)
     strategy = AutomodelParallelStrategy(
-        tp_size=NUM_RANKS,
-        process_group_backend="gloo",
-        distributed_config=FSDP2Config(sequence_parallel=sequence_parallel),
+        tp_size=NUM_RANKS, process_group_backend="gloo", distributed_config=options
     )
-    plugins: list[Any] = [ShoalPrecision("32-true")]
-    trainer = pl.Trainer(
-        strategy=strategy, plugins=plugins, max_steps=num_steps, callbacks=[Timer()], **_quiet()
-    )
-    trainer.fit(module, DataLoader(Steps(), batch_size=None))
-    return clock.report()
+    return train_shoal(folder, num_steps, strategy, rank=0, dp_size=1, max_norm=None)[0]
 
 
 def run_shoal_sp(folder: Path, num_steps: int) -> dict[str, Any]:
@@ -179,17 +148,6 @@ RUNS = {
 }
 
 
-def launch(kind: str, folder: Path, num_steps: int) -> list[dict[str, Any]]:
-    """One repetition in fresh processes; the ranks' reports."""
-    with tempfile.TemporaryDirectory() as reports:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(NUM_RANKS), __file__, "--worker", kind]
-        command += ["--folder", str(folder), "--reports", reports, "--steps", str(num_steps)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        return [json.loads((Path(reports) / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-
-
 def measure(repetitions: int, num_steps: int) -> dict[str, Any]:
     """Alternates the runs, checks that they agree, and takes medians."""
     runs: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in RUNS}
@@ -198,15 +156,11 @@ def measure(repetitions: int, num_steps: int) -> dict[str, Any]:
         write_model(Path(folder))
         for repetition in range(repetitions):
             for kind in list(RUNS)[:: 1 if repetition % 2 == 0 else -1]:
-                runs[kind].append(launch(kind, Path(folder), num_steps))
+                runs[kind].append(launch(kind, Path(folder), num_steps, __file__))
             ours = runs["shoal"][-1][0]["losses"]
             for kind in RUNS:
                 theirs = runs[kind][-1][0]["losses"]
-                difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-                if difference >= 0.5 * 10**-DECIMALS:
-                    raise SystemExit(
-                        f"{kind}: losses differ by {difference:.1e}; the runs do not do the same work"
-                    )
+                difference = largest_difference(ours, theirs)
                 differences[kind] = max(differences.get(kind, 0.0), difference)
     seconds = {
         kind: [sum(rank["step"] for rank in ranks) for ranks in repeated] for kind, repeated in runs.items()
