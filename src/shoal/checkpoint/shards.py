@@ -1,4 +1,4 @@
-"""Writing safetensors files of bounded size, with the index that transformers, vLLM and others read."""
+"""Writing safetensors files of bounded size, with the index of Hugging Face's layout."""
 
 from __future__ import annotations
 
