@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this tree and no other that may be installed
 
 from scripts.parity_full import Cells, cell_of  # noqa: E402 (needs the path above)
 from shoal.config.schema import FSDP2Config, ParallelismSizes  # noqa: E402

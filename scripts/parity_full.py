@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this tree and no other that may be installed
 
 from shoal.config.schema import FSDP2Config, ParallelismSizes  # noqa: E402 (needs the path above)
 from tests.parity.harness import (  # noqa: E402
@@ -190,9 +190,14 @@ def run(selected: list[str], resume: bool) -> Cells:
 
 
 def commit() -> str:
-    """The commit of the repository; marked when tracked files of it have been changed since."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    """The commit of the repository, and how many files that are no results have been changed since or are new."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!docs", ":!benchmarks/results").splitlines()
+    return git("rev-parse", "--short", "HEAD") + (f" with {len(changed)} changed files" if changed else "")
 
 
 def document(done: Cells) -> str:
