@@ -7,20 +7,15 @@ attention of arXiv 2310.01889, with the log-sum-exp of arXiv 2307.08691, section
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from shoal.kernels.attention_flash import flash_backward, flash_forward, why_not_flash
-from shoal.kernels.attention_sdpa import sdpa_backward, sdpa_forward
+from shoal.kernels.attention_flash import FLASH, why_not_flash
+from shoal.kernels.attention_fused import PartKernel
+from shoal.kernels.attention_sdpa import SDPA
 from shoal.kernels.packed import AttentionSpec, Part
 
-_FORWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"sdpa": sdpa_forward, "flash": flash_forward}
-_BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
-    "sdpa": sdpa_backward,
-    "flash": flash_backward,
-}
+_KERNELS: dict[str, PartKernel] = {"sdpa": SDPA, "flash": FLASH}
 
 
 def part_backend(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec, *, positioned: bool) -> str:
@@ -43,8 +38,8 @@ def part_backend(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec, *, pos
         return "sdpa" if reason is not None else "flash"
     if backend == "flash" and reason is not None:
         raise ValueError(f"attention backend flash, in parts: {reason}; give backend sdpa or auto")
-    if backend not in _FORWARD:
-        raise ValueError(f"attention backend {backend!r}, in parts: one of auto, {', '.join(_FORWARD)}")
+    if backend not in _KERNELS:
+        raise ValueError(f"attention backend {backend!r}, in parts: one of auto, {', '.join(_KERNELS)}")
     return backend
 
 
@@ -64,7 +59,7 @@ def attend(
     Returns:
         out [T, Hq, Dv] and lse [T, Hq] of these keys alone; 0 and minus infinity for a query that sees none of them.
     """
-    return _FORWARD[backend](q, k, v, part, spec)
+    return _KERNELS[backend].forward(q, k, v, part, spec)
 
 
 def gradients(
@@ -90,7 +85,7 @@ def gradients(
     Returns:
         What this part adds to the gradients of q, k and v; from sdpa in the accumulation dtype.
     """
-    return _BACKWARD[backend](grad_out, grad_lse, q, k, v, out, lse, part, spec)
+    return _KERNELS[backend].backward(grad_out, grad_lse, q, k, v, out, lse, part, spec)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

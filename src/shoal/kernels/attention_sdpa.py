@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.kernels.attention_blocks import MASKED_ROWS, Block, Mask, blocks
-from shoal.kernels.packed import AttentionSpec, Part, accumulation_dtype, borders
+from shoal.kernels.attention_fused import PartKernel, attend_to_all, widened, with_lse_column
+from shoal.kernels.packed import AttentionSpec, Part, accumulation_dtype
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -25,9 +23,7 @@ def sdpa_attention(
     On a CPU without soft-cap this is torch's fused kernel, document by document, which holds no scores. Elsewhere
     scores are held for 512 queries at a time, in float32 or float64, and recomputed in backward.
     """
-    part = Part(borders(cu_seqlens_q), borders(cu_seqlens_k))
-    result: tuple[Tensor, Tensor] = _Sdpa.apply(q, k, v, part, spec)  # type: ignore[no-untyped-call]
-    return result
+    return attend_to_all(SDPA, q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
 
 
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -57,26 +53,7 @@ def sdpa_backward(
     return grads[0], grads[1], grads[2]
 
 
-class _Sdpa(torch.autograd.Function):
-    """All keys at once, with the gradient of the log-sum-exp."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = sdpa_forward(q, k, v, part, spec)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.arguments = (part, spec)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = sdpa_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments)
-        return (*(grad.to(q.dtype) for grad in grads), None, None)
+SDPA = PartKernel(sdpa_forward, sdpa_backward)
 
 
 def _is_fused(q: Tensor, spec: AttentionSpec) -> bool:
@@ -99,17 +76,12 @@ def _plan(part: Part, spec: AttentionSpec, max_rows: int | None) -> Sequence[Blo
     return blocks(part.cu_q, part.cu_k, spec.causal, spec.window, max_rows, part.positions)
 
 
-def _widened(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The fused kernel wants one width for all: zeros change neither scores nor outputs."""
-    return tuple(F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in tensors)
-
-
 def _fused_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, spec: AttentionSpec
 ) -> None:
     """torch's fused CPU kernel over blocks; fills `out` and `lse` where a query sees a key."""
     value_width = v.shape[2]
-    q, k, v = _widened(max(q.shape[2], value_width), q, k, v)
+    q, k, v = widened(max(q.shape[2], value_width), q, k, v)
     masks = _Masks(q.dtype, q.device)
     for block in _plan(part, spec, None):
         inputs = (_heads_first(q[block.queries]), _heads_first(k[block.keys]), _heads_first(v[block.keys]))
@@ -132,7 +104,7 @@ def _fused_gradients(
     spec: AttentionSpec,
 ) -> None:
     """Adds to the gradients of q, k and v."""
-    q, k, v, out, grad_out = _widened(max(q.shape[2], v.shape[2]), q, k, v, out, grad_out)
+    q, k, v, out, grad_out = widened(max(q.shape[2], v.shape[2]), q, k, v, out, grad_out)
     if grad_lse is not None:
         q, k, v, out, grad_out = with_lse_column(q, k, v, out, grad_out, grad_lse)
     masks = _Masks(q.dtype, q.device)
@@ -151,26 +123,6 @@ def _fused_gradients(
         )
         for grad, result, where in zip(grads, parts, (block.queries, block.keys, block.keys), strict=True):
             grad[where] += result[0].transpose(0, 1)[..., : grad.shape[2]]
-
-
-def with_lse_column(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_out: Tensor, grad_lse: Tensor, columns: int = 1
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Widens the inputs of a flash backward so that it also propagates the gradient of the log-sum-exp.
-
-    Such a kernel computes dS = P * (grad_out @ v^T - rowsum(grad_out * out)); what is missing is + P * grad_lse.
-    A column in which v is 0, out is -1 and grad_out is grad_lse adds exactly that. The gradients' new columns mean
-    nothing.
-
-    Args:
-        q, k, v, out, grad_out: [T, heads, D].
-        grad_lse: [T, heads].
-        columns: New columns, all but one of zeros, for kernels that want a multiple of some width.
-    """
-    q, k, v, out, grad_out = (F.pad(x, (0, columns)) for x in (q, k, v, out, grad_out))
-    out[..., -1] = -1.0
-    grad_out[..., -1] = grad_lse
-    return q, k, v, out, grad_out
 
 
 def _plain_forward(
