@@ -12,34 +12,22 @@ relative error of all of these; the limit is 1e-10. Cells that were not run are 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this tree and no other that may be installed
 
-from shoal.config.schema import FSDP2Config, ParallelismSizes  # noqa: E402 (needs the path above)
-from tests.parity.harness import (  # noqa: E402
-    Case,
-    Layout,
-    Record,
-    assert_parity,
-    reference,
-    relative_errors,
-    run_layout,
-    unclipped,
-)
+from scripts.parity_cells import Cells, cell_of  # noqa: E402 (needs the path above)
+from shoal.config.schema import FSDP2Config, ParallelismSizes  # noqa: E402
+from tests.parity.harness import Case, Layout, Record, reference, run_layout  # noqa: E402
 from tests.parity.hybrids import hybrid_case, run_in_double  # noqa: E402
 from tests.parity.packed_text import rows_of  # noqa: E402
 from tests.parity.test_tensor_parallel import LORA  # noqa: E402
 from tests.parity.text import text_case  # noqa: E402
 from tests.unit.kernels.families import InDouble  # noqa: E402
-from tests.zygote import RankRunner, RanksFailed  # noqa: E402
+from tests.zygote import RankRunner  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "parity_tensor.md"
 RESULTS = ROOT / "benchmarks" / "results" / "parity_tensor.json"
@@ -98,70 +86,6 @@ def is_hybrid(case: Case) -> bool:
     return case.family == "nemotron-h"
 
 
-def worst_error(actual: Record, expected: Record, case: Case) -> float:
-    """The largest relative error of everything that law 1 names."""
-    assert_parity(actual, expected, case)
-    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual.losses, expected.losses, strict=True)]
-    errors += [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual.norms, expected.norms, strict=True)]
-    for step, gradients in enumerate(unclipped(actual, case)):
-        errors += relative_errors(gradients, expected.gradients[step]).values()
-    errors += relative_errors(actual.weights, expected.weights).values()
-    return max(errors)
-
-
-def cell_of(
-    ranks: RankRunner,
-    case: Case,
-    layout: Layout,
-    expected: Record,
-    train: Callable[[int, int, Case, Layout], Record | None] = run_layout,
-) -> str:
-    """What a cell shows."""
-    try:
-        actual = ranks(train, layout.world, case, layout, timeout=300)[0]
-    except RanksFailed as error:
-        lines = [line for line in str(error).splitlines() if "limit:" in line or "Error" in line]
-        return (
-            f"refused: {lines[-1].strip()}" if "ConfigError" in str(error) else f"FAILED: {lines[-1].strip()}"
-        )
-    try:
-        return f"{worst_error(actual, expected, case):.0e}"
-    except AssertionError as error:
-        return "DIFFERENT: " + next(iter(str(error).splitlines()), repr(error))
-
-
-class Cells:
-    """The cells of a table and the commit of each, on disk at any time."""
-
-    def __init__(self, file: Path, resume: bool) -> None:
-        self.file = file
-        done = json.loads(file.read_text()) if resume and file.exists() else {"cells": {}, "commits": {}}
-        self.cells: dict[str, dict[str, str]] = done["cells"]
-        self.commits: dict[str, dict[str, str]] = done["commits"]
-
-    def row(self, name: str) -> dict[str, str]:
-        """The cells of a row, by column."""
-        return self.cells.setdefault(name, {})
-
-    def put(self, row: str, column: str, cell: str) -> None:
-        """Keeps a cell, with the commit that it was run at."""
-        self.row(row)[column] = cell
-        self.commits.setdefault(row, {})[column] = commit()
-        self.file.write_text(json.dumps({"cells": self.cells, "commits": self.commits}, indent=1) + "\n")
-
-    def origin(self) -> str:
-        """The commits of the cells, in words."""
-        counts = Counter(name for row in self.commits.values() for name in row.values())
-        return ", ".join(f"{name} ({count} cells)" for name, count in counts.items())
-
-    def verdict(self) -> int:
-        """Prints how many cells there are and which break the law; the exit status."""
-        every = [(row, name, cell) for row, cells in self.cells.items() for name, cell in cells.items()]
-        bad = [cell for cell in every if cell[2].startswith(("FAILED", "DIFFERENT"))]
-        print(f"{len(every)} cells, {len(bad)} outside the law: {bad}")
-        return int(bool(bad))
-
-
 def run(selected: list[str], resume: bool) -> Cells:
     """Runs the cells that are not there yet."""
     done, ranks = Cells(RESULTS, resume), RankRunner()
@@ -187,17 +111,6 @@ def run(selected: list[str], resume: bool) -> Cells:
     finally:
         ranks.close()
     return done
-
-
-def commit() -> str:
-    """The commit of the repository, and how many files that are no results have been changed since or are new."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", ".", ":!docs", ":!benchmarks/results").splitlines()
-    return git("rev-parse", "--short", "HEAD") + (f" with {len(changed)} changed files" if changed else "")
 
 
 def document(done: Cells) -> str:

@@ -82,11 +82,12 @@ def _padded(documents: list[Tokens]) -> dict[str, Any]:
 
 
 def _micro_batch(text: dict[str, Any]) -> dict[str, Any]:
+    documents = len(text["cu_seqlens"]) - 1 if "cu_seqlens" in text else len(text["input_ids"])
     return {
         "audios": torch.zeros(0, 0),
         "audio_lens": torch.zeros(0, dtype=torch.int64),
         **text,
-        "sample_ids": [str(row) for row in range(len(text["input_ids"]))],
-        "sample_seeds": torch.zeros(len(text["input_ids"]), dtype=torch.int64),
+        "sample_ids": [str(number) for number in range(documents)],
+        "sample_seeds": torch.zeros(documents, dtype=torch.int64),
         "is_empty": False,
     }
