@@ -17,12 +17,14 @@ from torch import Tensor
 from shoal.kernels.attention_flash import flash_attention, why_not_flash
 from shoal.kernels.attention_reference import reference_attention
 from shoal.kernels.attention_sdpa import sdpa_attention
+from shoal.kernels.attention_te import te_attention
 from shoal.kernels.packed import AttentionSpec, Kernel, borders
 
-Backend = Literal["auto", "sdpa", "flash", "reference"]
+Backend = Literal["auto", "sdpa", "flash", "te", "reference"]
 BACKENDS: dict[str, Kernel] = {
     "sdpa": sdpa_attention,
     "flash": flash_attention,
+    "te": te_attention,
     "reference": reference_attention,
 }
 _logger = logging.getLogger(__name__)
@@ -69,8 +71,9 @@ def varlen_attention(
         sinks: [Hq], one logit per head that takes a share of the softmax and gives nothing, as in GPT-OSS.
         cu_seqlens_q_padded: Where documents begin when each is followed by padding, [N+1].
         cu_seqlens_k_padded: The same for keys.
-        backend: "sdpa" runs everywhere, "flash" is torch's CUDA kernel, "reference" is slow and plain, "auto"
-            takes flash where it can compute this and sdpa elsewhere, and logs which and why.
+        backend: "sdpa" runs everywhere, "flash" is torch's CUDA kernel, "te" that of an installed Transformer
+            Engine, "reference" is slow and plain. "auto" takes flash where it can compute this and sdpa elsewhere,
+            and logs which and why; never te, which stands on functions that are no public interface.
 
     Returns:
         out [T, Hq, Dv] in q's dtype (under autocast in its dtype) and lse [T, Hq] in float32 (float64 for float64).

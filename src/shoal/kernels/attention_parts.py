@@ -13,16 +13,17 @@ from torch import Tensor
 from shoal.kernels.attention_flash import FLASH, why_not_flash
 from shoal.kernels.attention_fused import PartKernel
 from shoal.kernels.attention_sdpa import SDPA
+from shoal.kernels.attention_te import TE, why_not_te
 from shoal.kernels.packed import AttentionSpec, Part
 
-_KERNELS: dict[str, PartKernel] = {"sdpa": SDPA, "flash": FLASH}
+_KERNELS: dict[str, PartKernel] = {"sdpa": SDPA, "flash": FLASH, "te": TE}
 
 
 def part_backend(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec, *, positioned: bool) -> str:
-    """Returns the backend that computes all parts, "sdpa" or "flash".
+    """Returns the backend that computes all parts: "sdpa", "flash" or "te".
 
     Args:
-        backend: "sdpa", "flash", or "auto" for flash where it can.
+        backend: One of those, or "auto" for flash where it can and sdpa elsewhere.
         q: [T, Hq, D], of which dtype, device and shape matter, as those of v.
         v: [Tk, Hkv, Dv].
         spec: What all parts compute.
@@ -31,15 +32,17 @@ def part_backend(backend: str, q: Tensor, v: Tensor, spec: AttentionSpec, *, pos
     Raises:
         ValueError: The named backend cannot compute this.
     """
-    reason = why_not_flash(q, v, spec)
+    if backend == "sdpa":
+        return backend
+    if backend not in ("auto", "flash", "te"):
+        raise ValueError(f"attention backend {backend!r}, in parts: one of auto, {', '.join(_KERNELS)}")
+    reason = (why_not_te if backend == "te" else why_not_flash)(q, v, spec)
     if reason is None and positioned:
         reason = "it cannot place queries freely among keys, as a window over parts needs"
     if backend == "auto":
         return "sdpa" if reason is not None else "flash"
-    if backend == "flash" and reason is not None:
-        raise ValueError(f"attention backend flash, in parts: {reason}; give backend sdpa or auto")
-    if backend not in _KERNELS:
-        raise ValueError(f"attention backend {backend!r}, in parts: one of auto, {', '.join(_KERNELS)}")
+    if reason is not None:
+        raise ValueError(f"attention backend {backend}, in parts: {reason}; give backend sdpa or auto")
     return backend
 
 

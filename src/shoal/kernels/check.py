@@ -19,11 +19,6 @@ from shoal.kernels.loss import reference_token_losses, token_losses
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Largest accepted error, relative to the largest entry of the reference."""
 
-_REPAIRS = {
-    "attention.te": "set NVTE_FUSED_ATTN=0, which takes Transformer Engine's other kernel, or choose attn: sdpa",
-}
-"""What helps besides another backend, by kernel."""
-
 
 class KernelError(RuntimeError):
     """A kernel does not agree with its reference on this device."""
@@ -163,11 +158,18 @@ def _complaint(report: KernelReport, wrong: list[str]) -> str:
             f", {report.factors[key]:.4g} times as large as it has to be" if key in report.factors else ""
         )
         lines.append(f"  {key}: relative error {report.errors[key]:.2g}{factor}")
-    repair = _REPAIRS.get(report.kernel, "choose another backend, for attention attn: sdpa")
-    if "sdpa" in report.kernel:
-        repair = "train without packing and with attn: eager"
-    lines.append(f"{repair}, and report the device, driver and torch version")
+    lines.append(f"{_repair(report.kernel)}, and report the device, driver and torch version")
     return "\n".join(lines)
+
+
+def _repair(kernel: str) -> str:
+    if "sdpa" in kernel:
+        return "train without packing and with attn: eager"
+    if kernel.endswith((".te", "(te)")):
+        return (
+            "choose attn: sdpa (NVTE_FUSED_ATTN=0 turns this kernel off wherever Transformer Engine is used)"
+        )
+    return "choose another backend, for attention attn: sdpa"
 
 
 def _outputs_and_gradients(run: Run, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

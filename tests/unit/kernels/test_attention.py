@@ -285,7 +285,7 @@ def test_auto_logs_what_it_took_and_why(caplog: pytest.LogCaptureFixture) -> Non
         ({"window": 0}, r"window: 0 is below 1"),
         ({"softcap": -1.0}, r"softcap: -1\.0 is not positive"),
         ({"sinks": torch.zeros(2)}, r"sinks: \[2\] has to be \[4\]"),
-        ({"backend": "fast"}, r"'fast' is none of auto, sdpa, flash, reference"),
+        ({"backend": "fast"}, r"'fast' is none of auto, sdpa, flash, te, reference"),
         ({"backend": "flash"}, r"backend flash: it needs a CUDA device"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.kernels import attention, attention_flash
 from shoal.kernels.attention_flash import MAX_WIDTH, why_not_flash
 from shoal.kernels.packed import AttentionSpec
-from tests.unit.kernels.packs import assert_same, pack
+from tests.unit.kernels.packs import OnCuda, assert_same, pack
 
 KINDS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -176,7 +176,7 @@ def test_why_not() -> None:
 
     def why(width: int, dtype: torch.dtype = torch.bfloat16, spec: AttentionSpec = spec) -> str | None:
         q = torch.empty(4, 2, width, dtype=dtype, device="meta")
-        return why_not_flash(_OnCuda(q), _OnCuda(q), spec)
+        return why_not_flash(OnCuda(q), OnCuda(q), spec)
 
     assert why(64) is None and why(MAX_WIDTH) is None
     assert why(64, torch.float32) == "it computes in float16 or bfloat16 and the tensors are float32"
@@ -184,13 +184,6 @@ def test_why_not() -> None:
     sinks = AttentionSpec(True, 1.0, sinks=True)
     assert why(MAX_WIDTH, spec=sinks) == "it takes heads at most 248 wide with sinks and these have 256"
     assert why(64, spec=AttentionSpec(True, 1.0, softcap=3.0)) == "it cannot soft-cap the scores"
-
-
-class _OnCuda:
-    """A tensor's shape and dtype, on a device that is not here."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.shape, self.dtype, self.device = x.shape, x.dtype, torch.device("cuda")
 
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), {"causal": True, "softcap": 2.0}], ids=str)

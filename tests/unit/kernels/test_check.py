@@ -109,6 +109,7 @@ def test_names() -> None:
         "loss",
         "attention.sdpa",
         "attention.flash",
+        "attention.te",
         "convolution.torch",
         "convolution.causal_conv1d",
         "scan.torch",

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shoal.kernels import attention
 from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
-from shoal.kernels.check import TOLERANCES, KernelError, check_kernel
+from shoal.kernels.check import TOLERANCES, KernelError
 from shoal.kernels.check_model import attention_cases, check_attention
 from tests.unit.kernels.families import tiny_model
 
@@ -140,16 +139,3 @@ def test_attention_that_is_spread_over_ranks_is_checked_by_its_backend() -> None
     assert [report.kernel for report in reports] == [
         "attention known to nobody here (sdpa; flash is out: it needs a CUDA device and the tensors are on cpu)"
     ] * 2 and "lse" in reports[0].errors
-
-
-def test_the_message_for_transformer_engine_names_the_switch_of_its_fused_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such a backend is not in Shoal; the message is for whoever adds one to the table of backends."""
-
-    def faulty(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        return attention.BACKENDS["sdpa"](Amplified.apply(q, 8.0), *others)
-
-    monkeypatch.setitem(attention.BACKENDS, "te", faulty)
-    with pytest.raises(KernelError, match=r"grad q: .*8 times as large.*\n.*set NVTE_FUSED_ATTN=0"):
-        check_kernel("attention.te", "cpu")
