@@ -30,6 +30,14 @@ def text(model_type: str = "llama", sections: dict[str, Any] | None = None, **ch
     return {"model": {"config": {**model, **changes}}, **_DATA, **(sections or {})}
 
 
+def hybrid(sections: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A configuration with Mamba-2 layers and one of attention."""
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 32}
+    layers = ["mamba", "attention"] * 2
+    no_experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 512}
+    return text("granitemoehybrid", sections, layer_types=layers, **sizes, **no_experts)
+
+
 def speech(folder: Path, encoder: str = "parakeet", sections: dict[str, Any] | None = None) -> dict[str, Any]:
     """A SALM configuration whose folders hold nothing but configurations."""
     from transformers import LlamaConfig, ParakeetEncoderConfig, WhisperConfig

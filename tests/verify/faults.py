@@ -392,6 +392,100 @@ def norms_counted_twice() -> None:
     step.gradient_norm = counted
 
 
+# ----------------------------------------------------------------------------------------- context parallelism
+
+
+@fault
+def labels_shifted_after_the_split() -> None:
+    """Each rank shifts the labels of the tokens that it holds, so that its chunks lose their last targets."""
+    from torch.nn.functional import pad
+
+    from shoal.parallel.context.share import Share
+
+    def labels(self: Share, shifted: Tensor, ignore: int) -> Tensor:
+        whole = pad(shifted[:, :-1], (1, 0), value=ignore)
+        own = self.tokens(whole).masked_fill(~self.is_real, ignore)
+        return pad(own[:, 1:], (0, 1), value=ignore)
+
+    Share.labels = labels  # type: ignore[method-assign]
+
+
+@fault
+def tokens_counted_by_every_context_rank() -> None:
+    """The supervised tokens of a micro-batch count once for each rank that shares them."""
+    from shoal.verify import parity
+
+    agree = parity.agree_on_step
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        header = agree(*arguments, **named)
+        return replace(header, num_tokens=2 * header.num_tokens)
+
+    parity.agree_on_step = counted
+
+
+@fault
+def positions_of_this_rank() -> None:
+    """Positions are counted within what a rank holds."""
+    from shoal.models import causal_lm
+
+    inputs = causal_lm._shared_inputs
+
+    def counted(micro_batch: Any, share: Any) -> dict[str, Any]:
+        given = inputs(micro_batch, share)
+        return {**given, "position_ids": torch.arange(given["input_ids"].shape[1])[None]}
+
+    causal_lm._shared_inputs = counted
+
+
+@fault
+def key_gradients_stay_at_home() -> None:
+    """The ring's backward does not bring the gradients of visiting keys back to their rank."""
+    from shoal.parallel.context import ring
+
+    class Still:
+        def __init__(self, tensors: list[Tensor], *_: Any) -> None:
+            self.tensors = tensors
+
+        def wait(self) -> list[Tensor]:
+            return self.tensors
+
+    backward, moving = ring._Ring.backward, ring.Rotation
+
+    def at_home(ctx: Any, *gradients: Any) -> Any:
+        ring.Rotation = Still  # type: ignore[assignment, misc]
+        try:
+            return backward(ctx, *gradients)
+        finally:
+            ring.Rotation = moving  # type: ignore[misc]
+
+    ring._Ring.backward = staticmethod(at_home)  # type: ignore[method-assign, assignment]
+
+
+@fault
+def states_begin_at_zero() -> None:
+    """Every chunk of a document scans from 0 instead of from the state that the chunk before it ends with."""
+    from shoal.parallel.context import mamba
+
+    right = mamba._first_states
+    mamba._first_states = lambda *arguments: right(*arguments) * 0
+
+
+@fault
+def clips_of_other_ranks_without_gradient() -> None:
+    """Embeddings of clips are gathered from the other ranks by a collective that autograd does not see."""
+    from shoal.speech import shared_clips
+
+    gather = shared_clips.gather
+
+    def one_way(tensor: Tensor, group: Any) -> Tensor:
+        whole = gather(tensor.detach(), group)
+        rows = len(tensor) * group.rank()
+        return torch.cat([whole[:rows], tensor, whole[rows + len(tensor) :]])
+
+    shared_clips.gather = one_way
+
+
 # -------------------------------------------------------------------------------------------------- helpers
 
 

@@ -14,6 +14,8 @@ from tests.zygote import RankRunner
 
 TP = ("distributed.tp_size=2",)
 SP = (*TP, "distributed.sequence_parallel=true")
+CP = ("distributed.cp_size=2", "distributed.dp_size=1", "packed_sequence.packed_sequence_size=4096")
+SPEECH_CP = ("trainer.strategy.cp_size=2", "trainer.strategy.dp_size=1", "model.packed_sequences=true")
 DDP = ("distributed.strategy=ddp",)
 
 
@@ -101,6 +103,19 @@ TABLE = [
     Planted(
         "norms_counted_twice", ("norm-counts-twice",), ("tp",), TP, 4, words="norms 2 times, once for each tp"
     ),
+    Planted("labels_shifted_after_the_split", ("loss",), ("cp",), CP, groups=ALL, words="labels"),
+    Planted("tokens_counted_by_every_context_rank", ("token-count",), (), CP, groups=ALL, words="2 times"),
+    Planted("positions_of_this_rank", ("forward",), ("cp",), CP, output="rotary_emb"),
+    Planted("key_gradients_stay_at_home", ("backward",), ("cp",), CP),
+    Planted("states_begin_at_zero", ("forward",), ("cp",), CP, recipe="hybrid", output="mamba"),
+    Planted(
+        "clips_of_other_ranks_without_gradient",
+        ("backward",),
+        ("cp",),
+        SPEECH_CP,
+        recipe="whisper",
+        groups=frozenset({"encoder", "projection"}),
+    ),
 ]
 
 
@@ -117,6 +132,8 @@ def verified(
 
 
 def configuration(recipe: str, folder: Path) -> dict[str, Any]:
+    if recipe == "hybrid":
+        return configurations.hybrid({"distributed": {"mamba_cp": "state"}})
     if recipe in ("parakeet", "whisper"):
         return configurations.speech(folder, recipe)
     adapters = {"peft": {"target_modules": ["q_proj", "down_proj"], "dim": 8}}
@@ -160,6 +177,12 @@ def test_every_fault_is_planted() -> None:
         ("text", ("distributed.tp_size=8",), 4),
         ("parakeet", (), 2),
         ("whisper", (), 2),
+        ("text", (*CP, "distributed.tp_size=2", "distributed.sequence_parallel=true"), 4),
+        ("text", (*CP, "distributed.cp_method=ulysses"), 2),
+        ("text", ("distributed.cp_size=2", "distributed.cp_method=allgather"), 4),
+        ("hybrid", CP, 2),
+        ("whisper", (*SPEECH_CP, "trainer.strategy.tp_size=2", "trainer.devices=4"), 4),
+        ("parakeet", ("model.packed_sequences=true",), 2),
     ],
 )
 def test_without_a_fault_the_same_configurations_pass(

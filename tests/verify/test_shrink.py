@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ParakeetEncoderConfig
 from shoal.verify.architecture import layer_kinds, lost_structure, num_parameters, on_meta
 from shoal.verify.shrink import Degrees, choose_layers, shrink_text_model, similar
 from shoal.verify.shrink_speech import shrink_encoder
+from tests.verify import configurations
 
 LARGE: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 8},
@@ -102,6 +104,31 @@ def test_layers_keep_their_order_and_pipeline_stages_their_divisibility() -> Non
     assert 30 % 4 and piped["num_hidden_layers"] % 2  # does not divide, as before
     assert choose_layers("abcab", 3) == [0, 1, 2]
     assert choose_layers("aab", 3) == [0, 1, 2]
+
+
+def test_a_hybrid_without_experts_gets_none() -> None:
+    """Granite's dense hybrids have 0 of them."""
+    none = {"num_local_experts": 0, "num_experts_per_tok": 0, "num_hidden_layers": 4}
+    config = AutoConfig.for_model("granitemoehybrid", layer_types=["mamba", "attention"] * 2, **none)
+    small = type(config).from_dict(shrink_text_model(config.to_dict(), Degrees()))
+    assert small.num_local_experts == 0 and lost_structure(built(config), built(small)) == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("size", "cp"), [(512, 1), (513, 1), (512, 2), (514, 2), (512, 4), (516, 4)])
+def test_packs_divide_where_the_large_ones_do(tmp_path: Path, size: int, tp: int, cp: int) -> None:
+    from shoal.config import LLMConfig, load_config
+    from shoal.verify.prepare import Architectures, prepare
+    from shoal.verify.world import scale_layout
+
+    sizes = {"tp_size": tp, "cp_size": cp, "dp_size": 2}
+    sections = {"distributed": sizes, "packed_sequence": {"packed_sequence_size": size}}
+    config = load_config(configurations.text(sections=sections))
+    assert isinstance(config, LLMConfig)
+    prepared = prepare(config, scale_layout(config, None, None), tmp_path, Architectures())
+    packs = [batch["input_ids"].shape[1] for batch in prepared.task.draw(0)]
+    assert len(set(packs)) == 1 and packs[0] < 100
+    assert (size % tp == 0) == (packs[0] % tp == 0) and (size % cp == 0) == (packs[0] % min(cp, 2) == 0)
 
 
 def test_no_small_size_is_an_error() -> None:

@@ -47,6 +47,13 @@ def substitute_mamba(llm: PreTrainedModel, context_method: MambaContextMethod = 
     return len(mixers)
 
 
+def restore_mamba(model: nn.Module) -> None:
+    """Gives every Mamba-2 layer below `model` its own forward back, which knows no documents; in place."""
+    for module in model.modules():
+        if type(module).__name__ in _MIXERS:
+            vars(module).pop("forward", None)
+
+
 class _Borders:
     """Hands the numbers of documents down to the layers of a model, whatever its own forwards pass on.
 

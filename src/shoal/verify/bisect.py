@@ -146,7 +146,7 @@ def _alone(task: Task, timeout: float) -> tuple[Record, Contributions, list[str]
         module = build_plain(task)
         layers = {id(layer) for layer in transformer_layers(module)}
         names = [name for name, child in module.named_modules() if id(child) in layers]
-        return train_plain(task, plain_loss=False), contributions(task), names
+        return train_plain(task, independent=False), contributions(task), names
 
     return run_ranks(run, 1, timeout=timeout, group=False)[0]
 

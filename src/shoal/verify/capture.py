@@ -12,10 +12,30 @@ from torch import Tensor, nn
 
 @dataclass
 class Captured:
-    """Of one micro-batch: outputs by module name in the order of the forward, and the gradients of these outputs."""
+    """Of one micro-batch.
+
+    Attributes:
+        outputs: By module name, in the order of the forward.
+        gradients: Of these outputs.
+        share: Under context parallelism, this rank's tokens; None when it has them all.
+    """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    share: TokenShare | None = None
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """The tokens of a micro-batch that a rank has, in order.
+
+    Attributes:
+        index: Place of each among the flattened tokens of the micro-batch, int64 [num_local].
+        is_real: False on padding, bool [num_local].
+    """
+
+    index: Tensor
+    is_real: Tensor
 
 
 class Capture:
@@ -43,6 +63,10 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         return self.taken
+
+    def shares(self, tokens: TokenShare) -> None:
+        """Notes which tokens of the current micro-batch this rank has."""
+        self._current.share = tokens
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:

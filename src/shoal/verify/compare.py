@@ -88,7 +88,7 @@ def compare(task: Task, plain: Record, ranks: Sequence[RankRecord]) -> Compariso
         clipped = _clipped(plain, task.max_norm, step)
         result.clipped.append(tensor_errors([record.gradients[step] for record in records], clipped))
     result.initial = tensor_errors([record.initial for record in records], plain.initial)
-    masks, result.left_out = _without_gradient(plain)
+    masks, result.left_out = _without_gradient([plain, *records])
     result.weights = tensor_errors([record.weights for record in records], plain.weights, masks)
     result.batches = batch_problems(task, ranks)
     return result
@@ -133,13 +133,18 @@ def _masked_error(actual: Tensor, expected: Tensor, largest: float, mask: Tensor
     return error_of(torch.where(mask, expected, actual), expected, largest)
 
 
-def _without_gradient(plain: Record) -> tuple[dict[str, Tensor], int]:
-    """Entries whose gradient is rounding noise in some step: not zero, and next to nothing."""
+def _without_gradient(records: Sequence[Record]) -> tuple[dict[str, Tensor], int]:
+    """Entries whose gradient is rounding noise in some step: next to nothing for all, and not zero for all."""
     masks: dict[str, Tensor] = {}
-    for gradients in plain.gradients:
-        floor = _NO_GRADIENT * largest_entry(gradients)
-        for name, gradient in gradients.items():
-            noise = (gradient != 0) & (gradient.abs() < floor)
+    for step in range(len(records[0].gradients)):
+        gradients = [record.gradients[step] for record in records]
+        floor = _NO_GRADIENT * largest_entry(gradients[0])
+        for name, plain in gradients[0].items():
+            held = [tensors[name] for tensors in gradients if name in tensors]
+            if any(tensor.shape != plain.shape for tensor in held):
+                continue
+            sizes = torch.stack(held).abs()
+            noise = (sizes < floor).all(0) & (sizes > 0).any(0)
             masks[name] = masks[name] | noise if name in masks else noise
     return masks, sum(int(mask.sum()) for mask in masks.values())
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from shoal.verify.capture import Captured
+from shoal.verify.capture import Captured, TokenShare
 from shoal.verify.parity import RankRecord
 from shoal.verify.record import error_of, largest_entry
 
@@ -49,7 +51,7 @@ def first_output(
             if lost is not None:
                 found.append((order.index(name), Difference(name, index, rank, float("inf"), lost)))
                 break
-            pair = _comparable(captured.outputs, expected, name, ranks[rank].coordinate.tp, tp_size)
+            pair = _comparable(captured, "outputs", expected, name, ranks[rank].coordinate.tp, tp_size)
             if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
                 found.append((order.index(name), Difference(name, index, rank, error)))
                 break
@@ -80,7 +82,7 @@ def last_gradient(
         largest = largest_entry(expected)
         order = [name for name in reversed(list(plain[index].outputs)) if name in layers]
         for name in order:
-            pair = _comparable(captured.gradients, expected, name, ranks[rank].coordinate.tp, axes["tp"])
+            pair = _comparable(captured, "gradients", expected, name, ranks[rank].coordinate.tp, axes["tp"])
             if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
                 found.append((order.index(name), Difference(name, index, rank, error)))
                 break
@@ -100,23 +102,43 @@ def _runs(
 
 
 def _comparable(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, tp_rank: int, tp_size: int
+    captured: Captured,
+    kind: Literal["outputs", "gradients"],
+    expected: Mapping[str, Tensor],
+    name: str,
+    tp_rank: int,
+    tp_size: int,
 ) -> tuple[Tensor, Tensor] | None:
     """A rank's tensor and the part of the whole one that it should be; None where that is not known.
 
-    Tokens (the second dim) are spread over the tensor-parallel ranks in equal runs, the last one padded. Tensors
-    cut along features are left out: families order the parts differently.
+    Tokens (the second dim) are dealt to the context-parallel ranks as `Captured.share` says, and these spread over
+    the tensor-parallel ranks in equal runs, the last one padded. Tensors cut along features are left out: families
+    order the parts differently.
     """
+    actual: Mapping[str, Tensor] = getattr(captured, kind)
     if name not in actual or name not in expected:
         return None
     mine, whole = actual[name], expected[name]
     if mine.shape == whole.shape:
         return mine, whole
-    rest = (mine.shape[0], *mine.shape[2:])
-    if mine.dim() < 3 or rest != (whole.shape[0], *whole.shape[2:]) or tp_size == 1:
+    is_real = whole.new_ones(whole.shape[1:2], dtype=torch.bool) if whole.dim() > 1 else None
+    if captured.share is not None and _has_tokens(whole, captured.share):
+        is_real = captured.share.is_real
+        whole = whole.flatten(0, 1)[captured.share.index][None]
+    if (
+        is_real is None
+        or mine.dim() < 3
+        or (mine.shape[0], *mine.shape[2:]) != (whole.shape[0], *whole.shape[2:])
+    ):
         return None
-    if mine.shape[1] != -(-whole.shape[1] // tp_size):
+    if mine.shape[1] not in (whole.shape[1], -(-whole.shape[1] // tp_size)):
         return None
-    start = tp_rank * mine.shape[1]
-    length = min(mine.shape[1], whole.shape[1] - start)
-    return (mine[:, :length], whole[:, start : start + length]) if length > 0 else None
+    start = tp_rank * mine.shape[1] if mine.shape[1] != whole.shape[1] else 0
+    span = slice(start, start + mine.shape[1])
+    kept = is_real[span]
+    return (mine[:, : len(kept)][:, kept], whole[:, span][:, kept]) if kept.any() else None
+
+
+def _has_tokens(whole: Tensor, share: TokenShare) -> bool:
+    """Whether a tensor of the plain process begins with the dims of the micro-batch."""
+    return whole.dim() > 2 and whole.shape[0] * whole.shape[1] > int(share.index.max())

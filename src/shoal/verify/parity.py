@@ -17,7 +17,7 @@ from shoal.models.assemble import ModelPlan, Numerics, assemble
 from shoal.parallel.model import ParallelModel, Sums
 from shoal.parallel.setup import DistributedSetup
 from shoal.train.step import agree_on_step, train_step
-from shoal.verify.capture import Capture, Captured
+from shoal.verify.capture import Capture, Captured, TokenShare
 from shoal.verify.record import Record, Recording, full_tensors, saved_buffers
 from shoal.verify.task import MeshLayout, Task, digest
 
@@ -123,8 +123,11 @@ def deal(batches: Sequence[MicroBatch], model: ParallelModel, empty: Callable[[]
 
 
 def _watched(model: ParallelModel, capture: Capture) -> ParallelModel:
-    """The same model, telling `capture` where a micro-batch begins."""
-    started = False
+    """The same model, telling `capture` where a micro-batch begins, and which of its tokens are here."""
+    started, module = False, model.module
+    context = getattr(module, "context_parallel", None)
+    if context is not None:
+        module.context_parallel = _NotedShares(context, capture)  # type: ignore[assignment]
 
     def forward(micro_batch: Mapping[str, Any]) -> Sums:
         nonlocal started
@@ -134,3 +137,19 @@ def _watched(model: ParallelModel, capture: Capture) -> ParallelModel:
         return model.forward(micro_batch)
 
     return replace(model, forward=forward)
+
+
+@dataclass(frozen=True)
+class _NotedShares:
+    """Context parallelism that tells `capture` what this rank's share of a micro-batch is."""
+
+    context: Any
+    capture: Capture
+
+    def share(self, micro_batch: Mapping[str, Any]) -> Any:
+        share = self.context.share(micro_batch)
+        self.capture.shares(TokenShare(share.index, share.is_real))
+        return share
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.context, name)

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shoal.config.errors import ConfigError, Finding
 from shoal.config.llm import CompileConfig, LLMConfig
-from shoal.config.speech import SpeechConfig
+from shoal.config.speech import SalmConfig, SpeechConfig
 from shoal.data.batch import MicroBatch
 from shoal.models.assemble import ModelPlan
+from shoal.models.mamba import restore_mamba
 from shoal.models.meta import parameters_on_meta
 from shoal.speech.batch_norm import use_step_batch_norm
 from shoal.speech.encoders import encoder_spec
@@ -99,7 +100,8 @@ def _prepare_text(config: LLMConfig, scaled: Scaled, folder: Path, sources: Arch
     uncovered = _uncovered_text(config)
     size = config.packed_sequence.packed_sequence_size
     degrees = scaled.degrees
-    pack = similar(size, 40, degrees.cp, degrees.tp, multiple_of=2 * degrees.cp[1]) if size else 0
+    step = 2 * degrees.cp[1] if size % (2 * degrees.cp[0]) == 0 else 1
+    pack = similar(size, 40, degrees.cp, degrees.tp, multiple_of=step) if size else 0
     small = replace(
         config,
         model=replace(
@@ -123,10 +125,21 @@ def _prepare_text(config: LLMConfig, scaled: Scaled, folder: Path, sources: Arch
     loss = partial(
         plain_text_loss, label_smoothing=config.loss_fn.label_smoothing, z_loss=config.loss_fn.z_loss
     )
-    task = _task(plan, shape, clip=config.clip_grad_norm.max_norm is not None)
-    task = replace(task, plain_loss=None if noisy else loss, seed=config.rng.seed)
+    task = replace(_task(plan, shape, clip=config.clip_grad_norm.max_norm is not None), seed=config.rng.seed)
+    if not noisy:
+        task = replace(task, plain=_plain(causal_lm_plan(_in_rows(small))), plain_loss=loss)
     lost = _lost(_whole_text_model(original, trust), _small_model(plan).get_submodule("llm"))
     return Prepared(task, scaled.layout, _sizes(original.to_dict(), fields), lost, uncovered)
+
+
+def _in_rows(config: LLMConfig) -> LLMConfig:
+    """The same model with the attention of transformers that every family has."""
+    assert config.model is not None
+    return replace(
+        config,
+        model=replace(config.model, attn_implementation="eager"),
+        packed_sequence=replace(config.packed_sequence, packed_sequence_size=0),
+    )
 
 
 def _whole_text_model(original: PreTrainedConfig, trust: bool) -> nn.Module:
@@ -196,7 +209,9 @@ def _prepare_speech(config: SpeechConfig, scaled: Scaled, folder: Path, sources:
         clip_samples=(int(0.3 * rate), int(1.5 * rate)),
     )
     task = replace(
-        _task(plan, shape, clip=config.trainer.gradient_clip_val is not None), seed=config.data.train_ds.seed
+        _task(plan, shape, clip=config.trainer.gradient_clip_val is not None),
+        plain=_plain(salm_plan(_padded(small), vocab + 1, seed=config.data.train_ds.seed, sample_rate=rate)),
+        seed=config.data.train_ds.seed,
     )
     built = _small_model(plan)
     lost = _lost(_whole_text_model(llm, trust), built.get_submodule("llm"))
@@ -205,6 +220,12 @@ def _prepare_speech(config: SpeechConfig, scaled: Scaled, folder: Path, sources:
     lost += _lost(whole_encoder, built.get_submodule("perception.encoder"))
     sizes = _sizes(llm.to_dict(), fields, "llm.") | _sizes(asr.to_dict(), encoder, "encoder.")
     return Prepared(task, scaled.layout, sizes, lost, _uncovered_speech(config))
+
+
+def _padded(model: SalmConfig) -> SalmConfig:
+    """The same model on padded conversations, with the attention of transformers that every family has."""
+    backend = replace(model.automodel_backend, attn="eager")
+    return replace(model, packed_sequences=False, automodel_backend=backend)
 
 
 def _uncovered_speech(config: SpeechConfig) -> list[str]:
@@ -239,6 +260,17 @@ def _in_float64(plan: ModelPlan) -> ModelPlan:
         return module
 
     return replace(plan, build=build)
+
+
+def _plain(plan: ModelPlan) -> ModelPlan:
+    """The same plan in float64, with the state-space layers of transformers."""
+
+    def build() -> nn.Module:
+        module = plan.build()
+        restore_mamba(module)
+        return module
+
+    return _in_float64(replace(plan, build=build))
 
 
 def _small_model(plan: ModelPlan) -> nn.Module:

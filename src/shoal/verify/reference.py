@@ -1,8 +1,8 @@
 """The plain process: no process group, no mesh, none of the parallel code; torch's own clipping and AdamW.
 
 It sums the losses of all micro-batches of a step, divides once by all their supervised tokens, and calls backward
-once per micro-batch. Only the model is shared with the layout; for text even its loss is computed another way,
-see `shoal.verify.documents`.
+once per micro-batch. Only the model is shared with the layout, without packing and with the attention and state-space
+layers of transformers; for text even its loss is computed another way, see `shoal.verify.documents`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shoal.verify.task import Task, supervised_tokens
 CPU = torch.device("cpu")
 
 
-def train_plain(task: Task, *, plain_loss: bool = True) -> Record:
+def train_plain(task: Task, *, independent: bool = True) -> Record:
     """Trains in this process.
 
     Args:
         task: What to train.
-        plain_loss: Use the task's own way to the loss where it has one; else the trainable module's forward.
+        independent: Build `task.plain` and take `task.plain_loss`, where there are such; else what ranks build, and the
+            trainable module's forward.
     """
-    module = build_plain(task)
+    module = build_plain(task, independent=independent)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = task.optimizer(parameters)
     record = Record(initial=full_tensors(module))
@@ -41,7 +42,7 @@ def train_plain(task: Task, *, plain_loss: bool = True) -> Record:
         tokens = supervised_tokens(batches)
         total = 0.0
         with dropout_step(module, task.seed, step):
-            for loss in losses_of(task, module, batches, step, plain_loss=plain_loss):
+            for loss in losses_of(task, module, batches, step, independent=independent):
                 (loss / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) / max(tokens, 1)
         record.gradients.append(full_tensors(module, lambda parameter: parameter.grad))
@@ -57,19 +58,20 @@ def train_plain(task: Task, *, plain_loss: bool = True) -> Record:
     return record
 
 
-def build_plain(task: Task) -> nn.Module:
-    """The model on one process, in training mode, with the same initial values as on any mesh."""
-    return assemble(task.plan, None, Numerics(stored=task.dtype), CPU).module.train()
+def build_plain(task: Task, *, independent: bool = False) -> nn.Module:
+    """The model on one process, in training mode, with the same initial values as on any mesh; see `train_plain`."""
+    plan = task.plain if independent and task.plain is not None else task.plan
+    return assemble(plan, None, Numerics(stored=task.dtype), CPU).module.train()
 
 
 def losses_of(
-    task: Task, module: nn.Module, batches: list[MicroBatch], step: int, *, plain_loss: bool = True
+    task: Task, module: nn.Module, batches: list[MicroBatch], step: int, *, independent: bool = True
 ) -> Iterator[Tensor]:
     """The sum of token losses of each micro-batch of a step, one after the other."""
     for index, batch in enumerate(batches):
         # The random numbers of a micro-batch are named by its place in the step.
         torch.manual_seed(derive_seed(task.seed, step, index))
-        if plain_loss and task.plain_loss is not None:
+        if independent and task.plain_loss is not None:
             yield task.plain_loss(module, batch)
         else:
             yield module(batch)["loss_sum"]
@@ -98,7 +100,7 @@ def contributions(task: Task) -> Contributions:
     gradients: list[Mapping[str, Tensor]] = []
     capture = Capture(module)
     with dropout_step(module, task.seed, 0):
-        for loss in losses_of(task, module, batches, 0, plain_loss=False):
+        for loss in losses_of(task, module, batches, 0, independent=False):
             (loss / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
             gradients.append(full_tensors(module, lambda parameter: parameter.grad))
             module.zero_grad()

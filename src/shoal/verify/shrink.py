@@ -93,7 +93,7 @@ def shrink_text_model(fields: Mapping[str, Any], degrees: Degrees) -> Fields:
     _shrink_mamba(small, degrees)
     _shrink_experts(small, degrees)
     for name in _WIDTHS:
-        if isinstance(small.get(name), int):
+        if isinstance(small.get(name), int) and small[name]:
             small[name] = similar(small[name], 24, degrees.tp, degrees.cp)
     for name, size in _FREE.items():
         if isinstance(small.get(name), int):
@@ -249,7 +249,9 @@ def _shrink_mamba(small: Fields, degrees: Degrees) -> None:
 
 
 def _shrink_experts(small: Fields, degrees: Degrees) -> None:
-    keys = [name for name in _EXPERTS if isinstance(small.get(name), int)]
+    keys = [
+        name for name in _EXPERTS if isinstance(small.get(name), int) and small[name]
+    ]  # 0 is a dense model
     groups = small.get("n_group")
     few = min(groups, 2) if isinstance(groups, int) else 1
     for name in keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Task:
 
     Attributes:
         plan: What to build; activation checkpointing and compilation belong to the layout.
+        plain: The same model for the plain process, with nothing of ours that it can do without: no packing, and the
+            attention and state-space layers of transformers; None for `plan` itself.
         draw: The global micro-batches of a step.
         empty: The micro-batch of a rank that has none left.
         plain_loss: The loss without the trainable module's forward; None where there is no second way to it.
@@ -50,6 +52,7 @@ class Task:
     """
 
     plan: ModelPlan
+    plain: ModelPlan | None = field(default=None, kw_only=True)
     draw: Callable[[int], list[MicroBatch]]
     empty: Callable[[], MicroBatch]
     plain_loss: PlainLoss | None = None
