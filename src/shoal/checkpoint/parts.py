@@ -168,6 +168,8 @@ def _write_language_part(target: Path, part: Part, model: PreTrainedModel, token
     config = deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
     config.dtype = model.dtype  # what is stored now, whatever the source was
+    if (config.to_dict().get("quantization_config") or {}).get("quant_method") == "gguf":
+        del config.quantization_config  # loading dequantised it, and vLLM would look for quantised weights
     config.save_pretrained(target)
     source = _source_of(model)
     if model.can_generate():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def _convert(folder: Path, gguf_file: str, target: Path) -> None:
         folder, gguf_file=gguf_file, dtype=torch.float32
     )
     # A model that came from GGUF counts as quantised and refuses to be saved; a fresh one with its values does not.
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    config = deepcopy(loaded.config)
+    del config.quantization_config
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict(), assign=True)
     del loaded
     draft = target.with_name(f"{target.name}.incomplete-{os.getpid()}")

@@ -107,6 +107,14 @@ def test_weights_are_cast_on_request(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_weights_that_came_from_gguf_are_not_called_quantised(tmp_path: Path) -> None:
+    model = tiny_lm("llama")
+    model.config.quantization_config = {"quant_method": "gguf", "gguf_file": "model.Q4_1.gguf"}
+    export_model(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert model.config.quantization_config["quant_method"] == "gguf"
+
+
 def test_the_configuration_says_what_dtype_is_stored(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", dtype=torch.bfloat16)
     export_model(build(source, "plain", 1), tmp_path / "out")  # assembled in fp32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def test_shards_of_a_gguf_file(ranks: RankRunner, tmp_path: Path) -> None:
         assert not differing
     written = tmp_path / "tiny-safetensors" / "model.safetensors"
     before = written.stat().st_mtime_ns
+    assert "quantization_config" not in json.loads(written.with_name("config.json").read_text())
     model = shoal.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     assert torch.equal(model.get_parameter("lm_head.weight"), expected["lm_head.weight"])
     assert written.stat().st_mtime_ns == before  # converted once
