@@ -15,109 +15,22 @@ layers cast to float32, which the harness prevents only where they are computed 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this tree and no other that may be installed
 
-from scripts.parity_cells import LIMIT, Cells, cells_of  # noqa: E402 (needs the path above)
-from shoal.config.schema import FSDP2Config, MambaContextMethod, ParallelismSizes  # noqa: E402
-from tests.parity.harness import Case, Layout, Record, reference, replace, run_layout  # noqa: E402
-from tests.parity.hybrids import hybrid_case, run_in_double  # noqa: E402
-from tests.parity.packed_text import packed_case, rows_of  # noqa: E402
-from tests.parity.test_context import LORA, METHODS  # noqa: E402
-from tests.parity.test_context_speech import CASES as CONVERSATIONS  # noqa: E402
-from tests.unit.kernels.families import InDouble  # noqa: E402
+from scripts.parity_cells import Cells, cells_of  # noqa: E402 (needs the path above)
+from tests.parity.context_product import expected, layouts, may_refuse, models  # noqa: E402
+from tests.parity.harness import Layout  # noqa: E402
 from tests.zygote import RankRunner  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "parity_context.md"
 RESULTS = ROOT / "benchmarks" / "results" / "parity_context.json"
-ATTENTION = ("llama", "qwen3", "gemma3", "mistral", "gpt-oss", "smollm3", "phi3", "deepseek-v3", "qwen3-moe")
-ROUTED = ("deepseek-v3", "qwen3-moe")
-HYBRIDS = ("nemotron-h", "bamba", "granite-hybrid", "mamba2")
-MAMBA_METHODS: tuple[MambaContextMethod, ...] = ("all_to_all", "state")
-SCAN_LIMIT = 1e-8
 TOGETHER = 8
 """Models that one job of ranks trains."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A column of a table: what the ranks train, what the plain process trains, and how much they may differ."""
-
-    table: str
-    case: Case
-    plain: Case
-    limit: float = LIMIT
-    mamba_cp: MambaContextMethod = "auto"
-    recomputed: bool = True
-
-    @property
-    def is_speech(self) -> bool:
-        """Whether it has an encoder, which like the LLM under it computes in float64 as it is."""
-        return self.table == "Speech"
-
-    def under(self, layout: Layout) -> Layout:
-        """The layout for this model."""
-        if layout.sizes.cp_size > 1:
-            layout = replace(layout, fsdp2=replace(layout.fsdp2, mamba_cp=self.mamba_cp))
-        if not self.recomputed:
-            layout = replace(layout, checkpoint_llm=False)
-        return replace(layout, checkpoint_perception=layout.checkpoint_llm and self.is_speech)
-
-
-def layouts() -> dict[str, Layout]:
-    """{cp 1; cp 2, 4 by each method} x {tp 1, 2, 2 with sequence parallel} x {dp 1, 2, HSDP 2x2}."""
-    table = {}
-    for cp, method in ((1, None), *((cp, method) for method in METHODS for cp in (2, 4))):
-        for tp, sequence in ((1, False), (2, False), (2, True)):
-            for dp, replicas in ((1, None), (2, None), (4, 2)):
-                kind = f"{'hsdp' if replicas else 'dp'}{dp}"
-                name = f"{method or ''} cp{cp} tp{tp}{' sp' * sequence} {kind}".strip()
-                sizes = ParallelismSizes(cp_size=cp, tp_size=tp, dp_replicate_size=replicas)
-                options = FSDP2Config(sequence_parallel=sequence)
-                if method:
-                    options = replace(options, cp_method=method)
-                table[name] = Layout(name, cp * tp * dp, sizes=sizes, fsdp2=options, checkpoint_llm=dp > 1)
-    return table
-
-
-def models() -> dict[str, Model]:
-    """Ragged packs: five micro-batches (GraniteMoeHybrid eight), one of two data-parallel ranks gets an empty one."""
-    table = {}
-    cases = {name: packed_case(name) for name in ATTENTION}
-    cases |= {f"{name}, LoRA": packed_case(name, lora=LORA) for name in ("llama", "gemma3")}
-    for name, case in cases.items():
-        table[name] = Model("Attention", case, rows_of(case), recomputed=case.family not in ROUTED)
-    for name in HYBRIDS:
-        case = hybrid_case(name)
-        for method in MAMBA_METHODS:
-            table[f"{name}, {method}"] = Model(
-                "Attention and scan", case, rows_of(case), SCAN_LIMIT, method, False
-            )
-    for name, case in CONVERSATIONS.items():
-        table[f"SALM, {name}"] = Model("Speech", replace(case, packed=True), case)
-    return table
-
-
-def may_refuse(model: str, layout: str) -> bool:
-    """Whether a model does not run under a layout: models have four heads, and Mamba-2 has no tensor-parallel plan."""
-    parts = layout.split()
-    if "tp2" in parts and model.startswith("mamba2"):
-        return True
-    return {"ulysses", "cp4", "tp2"} <= {*parts}
-
-
-@functools.cache
-def expected(model: str) -> Record:
-    """What the plain process computes."""
-    with nullcontext() if models()[model].is_speech else InDouble():
-        return reference(models()[model].plain)
 
 
 def jobs(done: Cells, selected: list[str], parts: list[str]) -> Iterator[tuple[Layout, list[str]]]:
@@ -143,8 +56,7 @@ def run(selected: list[str], parts: list[str], resume: bool) -> Cells:
             chosen = [models()[name] for name in names]
             pairs = [(model.case, model.under(layout)) for model in chosen]
             records, limits = [expected(name) for name in names], [model.limit for model in chosen]
-            train = run_layout if chosen[0].is_speech else run_in_double
-            cells = cells_of(ranks, pairs, records, train, limits)
+            cells = cells_of(ranks, pairs, records, chosen[0].train, limits)
             for name, cell in zip(names, cells, strict=True):
                 done.put(name, layout.name, cell)
                 print(layout.name, name, cell, sep=" | ", flush=True)
@@ -155,7 +67,7 @@ def run(selected: list[str], parts: list[str], resume: bool) -> Cells:
 
 
 def document(done: Cells) -> str:
-    """The tables, cells that were not run included: layouts downwards, models across."""
+    """A table for each kind of model, cells that were not run included: layouts downwards, models across."""
     about = "A cell" + (__doc__ or "").partition("A cell")[2].strip("\n")
     lines = [
         "# Context parallelism never changes the numbers",
@@ -165,16 +77,16 @@ def document(done: Cells) -> str:
         *about.splitlines(),
     ]
     refusals: list[str] = []
-    for table in dict.fromkeys(model.table for model in models().values()):
-        columns = {name: model for name, model in models().items() if model.table == table}
-        lines += ["", f"## {table}", "", f"| layout | {' | '.join(columns)} |"]
+    for kind in dict.fromkeys(model.kind for model in models().values()):
+        columns = {name: model for name, model in models().items() if model.kind == kind}
+        lines += ["", f"## {kind}", "", f"| layout | {' | '.join(columns)} |"]
         lines += ["| --- |" + " --- |" * len(columns)]
         lines += [f"| limit | {' | '.join(f'{model.limit:.0e}' for model in columns.values())} |"]
         for layout in layouts():
             cells = [_brief(done.row(name).get(layout, "not run"), refusals) for name in columns]
             lines.append(f"| {layout} | {' | '.join(cells)} |")
     if refusals:
-        lines += ["", "## Refused", "", "Before anything is trained, on every rank:", ""]
+        lines += ["", "## Refused", "", "On every rank, before anything is trained:", ""]
         lines += [f"{number}. {reason}" for number, reason in enumerate(refusals, 1)]
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from shoal.config.schema import FSDP2Config, MambaContextMethod, ParallelismSizes
+from shoal.config.schema import FSDP2Config, ParallelismSizes
+from tests.parity.context_product import HYBRIDS, MAMBA_METHODS
 from tests.parity.harness import Layout, Record, assert_parity, reference, replace
 from tests.parity.hybrids import FAULTS, build_rows, hybrid_case, run_in_double
 from tests.parity.packed_text import draw_rows, rows_of
@@ -17,52 +18,38 @@ from tests.unit.kernels.families import InDouble
 from tests.zygote import RankRunner
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj", "q_proj"]}
-FAMILIES = ("nemotron-h", "bamba", "granite-hybrid", "mamba2")
 PACKS = {
-    **{family: hybrid_case(family) for family in FAMILIES},
-    **{f"{family}-fp32": hybrid_case(family, dtype=torch.float32, optimizer="sgd") for family in FAMILIES},
+    **{family: hybrid_case(family) for family in HYBRIDS},
+    **{f"{family}-fp32": hybrid_case(family, dtype=torch.float32, optimizer="sgd") for family in HYBRIDS},
     "bamba-lora": hybrid_case("bamba", lora=LORA),
     "bamba-unsupervised": hybrid_case("bamba", 4, unsupervised=(0, 1, 2)),
 }
 CASES = {
     **PACKS,
-    **{f"{family}-rows": replace(PACKS[family], build=build_rows, draw=draw_rows) for family in FAMILIES},
+    **{f"{family}-rows": replace(PACKS[family], build=build_rows, draw=draw_rows) for family in HYBRIDS},
 }
-METHODS: tuple[MambaContextMethod, ...] = ("all_to_all", "state")
-CP2, CP4 = ParallelismSizes(cp_size=2), ParallelismSizes(cp_size=4)
-CP2_TP2 = ParallelismSizes(cp_size=2, tp_size=2)
+CP2 = ParallelismSizes(cp_size=2)
 CONTEXT = {
     layout.name: layout
-    for method in METHODS
+    for method in MAMBA_METHODS
     for options in (FSDP2Config(mamba_cp=method, cp_method="allgather"),)
     for layout in (
-        Layout(f"{method}-cp2", 2, sizes=CP2, fsdp2=options),
-        Layout(f"{method}-cp4", 4, sizes=CP4, fsdp2=options),
         Layout(f"{method}-dp2-cp2", 4, sizes=CP2, fsdp2=options),
-        Layout(f"{method}-cp2-tp2-sp", 4, sizes=CP2_TP2, fsdp2=replace(options, sequence_parallel=True)),
         Layout(f"{method}-cp2-checkpointing", 2, sizes=CP2, fsdp2=options, checkpoint_llm=True),
     )
 }
 TP2_SP = Layout("tp2-sp", 2, sizes=ParallelismSizes(tp_size=2), fsdp2=FSDP2Config(sequence_parallel=True))
 ALL_LAYOUTS = {**LAYOUTS, **CONTEXT, "tp2-sp": TP2_SP}
 TABLE = [
-    *((family, layout) for family in FAMILIES for layout in ("ddp2", "hsdp2x2")),
-    *((f"{family}-rows", "fsdp2") for family in FAMILIES),
-    *((f"{family}-fp32", "fsdp4-checkpointing") for family in FAMILIES),  # in float64 they would round again
+    *((family, layout) for family in HYBRIDS for layout in ("ddp2", "hsdp2x2")),
+    *((f"{family}-rows", "fsdp2") for family in HYBRIDS),
+    *((f"{family}-fp32", "fsdp4-checkpointing") for family in HYBRIDS),  # in float64 they would round again
     ("bamba-lora", "fsdp2"),
     ("bamba-lora", "ddp2"),
     ("bamba-unsupervised", "fsdp2"),
-    *((family, layout) for family in FAMILIES for layout in ("all_to_all-cp2", "state-cp2")),
-    *(
-        (case, f"{method}-dp2-cp2")
-        for case in ("nemotron-h", "bamba-rows", "bamba-lora")
-        for method in METHODS
-    ),
-    *(("mamba2", f"{method}-cp4") for method in METHODS),
+    *((case, f"{method}-dp2-cp2") for case in ("bamba-rows", "bamba-lora") for method in MAMBA_METHODS),
     ("bamba", "tp2-sp"),
-    ("bamba", "all_to_all-cp2-tp2-sp"),
-    ("nemotron-h", "state-cp2-tp2-sp"),
-    *(("bamba-fp32", f"{method}-cp2-checkpointing") for method in METHODS),
+    *(("bamba-fp32", f"{method}-cp2-checkpointing") for method in MAMBA_METHODS),
 ]
 
 
