@@ -15,7 +15,8 @@ import yaml
 from shoal.config import LLMConfig, load_config
 from shoal.config.llm import PeftConfig
 from shoal.data.text_corpus import TokenCorpus
-from shoal.train.llm_plans import attention_name, lora_arguments, precision_name
+from shoal.kernels.attention_hf import PACKED_ATTENTION, registered_backend
+from shoal.train.llm_plans import attention_name, causal_lm_plan, lora_arguments, precision_name
 from tests.e2e.test_llm_strategies import lines, train
 from tests.e2e.tiny_llm import configuration
 from tests.zygote import RankRunner
@@ -149,11 +150,16 @@ def test_precision_follows_from_the_stored_dtype(sections: dict[str, Any], expec
         ({}, 0, None),
         ({}, 8, "shoal"),
         ({"backend": {"attn": "flash"}}, 8, "flash_attention_2"),
+        ({"backend": {"attn": "te"}}, 8, "shoal"),
+        ({"backend": {"attn": "te"}}, 0, "shoal"),
         ({"attn_implementation": "eager"}, 0, "eager"),
         ({"attn_implementation": "shoal"}, 0, "shoal"),
     ],
 )
-def test_choice_of_attention(model: dict[str, Any], size: int, expected: str | None) -> None:
+def test_choice_of_attention(
+    model: dict[str, Any], size: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.config.rules.llm.find_spec", lambda name: name)  # as if all were installed
     config = load_config(
         {
             "model": {"config": {"model_type": "llama"}, **model},
@@ -162,6 +168,10 @@ def test_choice_of_attention(model: dict[str, Any], size: int, expected: str | N
     )
     assert isinstance(config, LLMConfig)
     assert attention_name(config) == expected
+    causal_lm_plan(config)
+    if expected == PACKED_ATTENTION:
+        named = model.get("backend", {}).get("attn", "auto")
+        assert registered_backend(PACKED_ATTENTION) == named
 
 
 def test_mixed_precision_stays_close(ranks: RankRunner, root: Path, tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ from shoal.models.load import WeightSource
 from shoal.models.mamba import substitute_mamba
 
 BYTES = "bytes"
-_ATTENTION = {"auto": "auto", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+_ATTENTION = {
+    "auto": "auto",
+    "sdpa": "sdpa",
+    "flash": "flash_attention_2",
+    "eager": "eager",
+    "te": PACKED_ATTENTION,
+}
 _PRECISIONS = {"bfloat16": "bf16-true", "float64": "64-true"}
 
 
@@ -48,7 +54,7 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
     hf_config = _hf_config(model, folder)
     attention = attention_name(config)
     if attention == PACKED_ATTENTION:
-        register_attention(PACKED_ATTENTION)
+        register_attention(PACKED_ATTENTION, "te" if model.backend.attn == "te" else "auto")
 
     def build() -> nn.Module:
         llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

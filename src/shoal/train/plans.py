@@ -23,7 +23,7 @@ from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
 
 _ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
-_PACKED_BACKENDS: dict[str, Backend] = {"auto": "auto", "sdpa": "sdpa", "flash": "flash"}
+_PACKED_BACKENDS: dict[str, Backend] = {"auto": "auto", "sdpa": "sdpa", "flash": "flash", "te": "te"}
 
 
 def model_folder(config: SalmConfig, name: str) -> Path:

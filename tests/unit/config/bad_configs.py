@@ -410,7 +410,7 @@ BAD_CONFIGS: tuple[Bad, ...] = (
         {"model.packed_sequences": True, "model.automodel_backend.attn": "eager"},
         "packed-attention",
         "model.automodel_backend.attn",
-        "auto, sdpa or flash",
+        "auto, sdpa, flash or te",
         "attn: auto",
     ),
     Bad(

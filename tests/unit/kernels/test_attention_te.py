@@ -26,6 +26,9 @@ from shoal.kernels.check import KernelError, check_kernel
 from shoal.kernels.check_model import check_attention
 from shoal.kernels.packed import AttentionSpec, Part
 from shoal.kernels.survey import survey
+from shoal.parallel.context.ring import ring_passes
+from shoal.parallel.context.share import make_context_parallel
+from shoal.parallel.context.split import DualChunks, borders_of, local_index, take
 from tests.unit.kernels import engine_stand_in
 from tests.unit.kernels.engine_stand_in import VERSIONS, StandIn, forget, install
 from tests.unit.kernels.families import tiny_model
@@ -110,39 +113,47 @@ def test_half_precision(newest: StandIn, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("by_token", [True, False], ids=["by token", "by document"])
-def test_keys_in_parts(engine: StandIn, by_token: bool) -> None:
-    """As in a ring: own keys causal, those of an earlier part seen by all; one document has none there."""
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_passes_of_a_ring(engine: StandIn, causal: bool, size: int, by_token: bool) -> None:
+    """All passes of all ranks, one after the other here; short documents have queries or keys only on some."""
     engine.by_token = by_token
-    given = pack((12, 3, 0))
-    q, k, v = (x.detach()[:15] for x in (given.leaves[name] for name in "qkv"))
-    grad_out, grad_lse = given.grad_out[:15], given.grad_lse[:15]
-    late = torch.tensor(
-        [*range(8, 12), *range(12, 15)]
-    )  # queries: the last 4 of one document, all of the other
-    early = torch.arange(8)
-    spec = AttentionSpec(True, 0.4, sinks=True)
-    passes = (
-        (late, Part((0, 4, 7), (0, 4, 7)), spec),
-        (early, Part((0, 4, 7), (0, 8, 8)), replace(spec, causal=False)),
-    )
-    assert part_backend("te", q, v, spec, positioned=False) == "te"
-    found = [attend(q[late], k[keys], v[keys], part, each, "te") for keys, part, each in passes]
-    out, lse = merge(*found[0], *found[1])
+    lengths = (7, 3, 1, 0, 33)
+    given, borders = pack(lengths), borders_of(lengths)
+    q, k, v = (given.leaves[name].detach()[: borders[-1]] for name in "qkv")
+    grad_out, grad_lse = given.grad_out[: borders[-1]], given.grad_lse[: borders[-1]]
+    spec = AttentionSpec(causal, 0.4)
+    passes = list(ring_of(lengths, size, causal))
+    sizes = [x for _, _, part, _ in passes for x in zip(lens(part.cu_q), lens(part.cu_k), strict=True)]
+    assert any((queries == 0) != (keys == 0) for queries, keys in sizes)
+    out, lse = torch.zeros_like(grad_out), torch.full_like(grad_lse, -torch.inf)
+    for at, keys, part, causal in passes:
+        found = attend(q[at], k[keys], v[keys], part, replace(spec, causal=causal), "te")
+        out[at], lse[at] = merge(out[at], lse[at], *found)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
-    for keys, part, each in passes:
-        inputs = (grad_out[late], grad_lse[late], q[late], k[keys], v[keys], out, lse)
-        for grad, places, more in zip(
-            grads, (late, keys, keys), gradients(*inputs, part, each, "te"), strict=True
-        ):
-            grad.index_add_(0, places, more)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    borders = torch.tensor([0, 12, 15]).int()
-    whole = varlen_attention(*leaves, borders, borders, causal=True, scale=0.4, backend="reference")
-    only = torch.zeros(15, 1, dtype=q.dtype).index_fill_(0, late, 1.0)
-    loss = (whole[0] * grad_out * only[..., None]).sum() + (whole[1] * grad_lse * only).sum()
-    expected = torch.autograd.grad(loss, leaves)
-    torch.testing.assert_close((out, lse), (whole[0][late], whole[1][late]), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(tuple(grads), expected, rtol=1e-12, atol=1e-12)
+    for at, keys, part, causal in passes:
+        inputs = (grad_out[at], grad_lse[at], q[at], k[keys], v[keys], out[at], lse[at])
+        more = gradients(*inputs, part, replace(spec, causal=causal), "te")
+        for grad, places, values in zip(grads, (at, keys, keys), more, strict=True):
+            grad.index_add_(0, places, values)
+    reference = given.run(causal=spec.causal, scale=spec.scale, backend="reference")
+    ours = dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *grads), strict=True))
+    assert_same(ours, {name: x[: borders[-1]] for name, x in reference.items()}, 1e-12)
+
+
+def lens(borders: tuple[int, ...]) -> list[int]:
+    return [b - a for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def ring_of(lengths: tuple[int, ...], size: int, causal: bool) -> Iterator[tuple[Tensor, Tensor, Part, bool]]:
+    """Passes of all ranks: which tokens of the documents ask and answer, where they lie, and whether it is causal."""
+    cpu = torch.device("cpu")
+    ranks = [DualChunks(lengths, size, rank) for rank in range(size)]
+    held = [local_index(layout, borders_of(lengths)[:-1], cpu)[0] for layout in ranks]
+    for rank, layout in enumerate(ranks):
+        for step, (one,) in enumerate(ring_passes(layout, causal, None, cpu)):
+            keys = held[(rank - step) % size]
+            yield take(held[rank], one.queries), take(keys, one.keys), one.part, one.causal
 
 
 def test_the_runs_own_random_numbers_are_left_alone(newest: StandIn) -> None:
@@ -197,6 +208,19 @@ def test_the_check_at_the_start_of_training(newest: StandIn, chosen_by_a_model: 
         check_attention(chosen_by_a_model, torch.device("cpu"), torch.bfloat16)
 
 
+class OneRank:
+    """A group of this process alone."""
+
+    def size(self) -> int:
+        return 1
+
+
+def test_context_parallelism_keeps_the_choice(chosen_by_a_model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="cp_method = 'allgather': backend te .* repair: cp_method: ring"):
+        make_context_parallel(chosen_by_a_model, OneRank(), "allgather")  # type: ignore[arg-type]
+    assert make_context_parallel(chosen_by_a_model, OneRank(), "ring").backend == "te"  # type: ignore[arg-type]
+
+
 def test_statistics_of_an_unknown_layout(newest: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = te_calls._forward
 
@@ -219,8 +243,8 @@ def reason(monkeypatch: pytest.MonkeyPatch, engine: StandIn, **modules: Any) -> 
     return why_not_te(q, q, SPEC)
 
 
-def test_what_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "transformer_engine" not in sys.modules
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
     q = torch.zeros(4, 2, 8)
     borders = torch.tensor([0, 4]).int()
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 
 from shoal.config.facts import Facts
 from shoal.config.llm import LLMConfig
@@ -58,6 +59,12 @@ def _one_attention(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken("model.attn_implementation", model.attn_implementation, limit)
 
 
+def _transformer_engine_installed(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
+    if config.model is not None and config.model.backend.attn == "te" and not find_spec("transformer_engine"):
+        limit = "a kernel of an installed package; transformer_engine is not"
+        yield Broken("model.backend.attn", "te", limit)
+
+
 def _packs_need_borders(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     model = config.model
     if model is None or config.packed_sequence.packed_sequence_size == 0:
@@ -67,8 +74,8 @@ def _packs_need_borders(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken(
             "model.attn_implementation", model.attn_implementation, f"{limit}: shoal, flash_attention_2"
         )
-    if model.backend.attn not in ("auto", "flash"):
-        yield Broken("model.backend.attn", model.backend.attn, f"{limit}: flash")
+    if model.backend.attn not in ("auto", "flash", "te"):
+        yield Broken("model.backend.attn", model.backend.attn, f"{limit}: flash or te")
 
 
 def _eager_has_no_cp(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
@@ -219,6 +226,13 @@ LLM_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "llm-attention", ("model",), _one_attention, "one key chooses the kernel", "delete one of the keys"
+    ),
+    _rule(
+        "te-installed",
+        ("model",),
+        _transformer_engine_installed,
+        "a kernel that is named and missing is an error, not another kernel",
+        "model.backend.attn: auto",
     ),
     _rule(
         "packing-attention",

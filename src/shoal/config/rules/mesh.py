@@ -117,6 +117,15 @@ def _heads_for_ulysses(config: Config, facts: Facts) -> Iterator[Broken]:
         yield Broken(f"{key}.cp_method", "ulysses", limit)
 
 
+def _te_has_no_allgather(config: Config, facts: Facts) -> Iterator[Broken]:
+    key, options = _fsdp2_options(config)
+    if config.model is None or options is None or options.cp_method != "allgather":
+        return
+    kernels = config.model.automodel_backend if isinstance(config, SpeechConfig) else config.model.backend
+    if kernels.attn == "te":
+        yield Broken(f"{key}.cp_method", "allgather", "ring or ulysses with attn: te")
+
+
 def _experts_exist(config: Config, facts: Facts) -> Iterator[Broken]:
     ep_size = sizes_of(config).ep_size
     if ep_size > 1 and facts.shape is not None and facts.shape.num_experts is None:
@@ -255,6 +264,14 @@ MESH_RULES: tuple[Rule, ...] = (
         _STRATEGY_KEYS,
         _heads_for_ulysses,
         "each context-parallel rank attends with whole heads",
+        "cp_method: ring",
+    ),
+    Rule(
+        "te-has-no-allgather",
+        "both",
+        (*_STRATEGY_KEYS, "model"),
+        _te_has_no_allgather,
+        "the kernel is asked only for as many queries as keys, and gathered keys are more",
         "cp_method: ring",
     ),
     Rule(

@@ -45,7 +45,7 @@ _SPEECH = (
     Pending(
         "model.automodel_backend.attn",
         "this attention kernel",
-        ("auto", "sdpa", "eager", "flash"),
+        ("auto", "sdpa", "eager", "flash", "te"),
         "attn: auto",
     ),
     Pending("model.automodel_backend.linear", "this linear layer", ("torch",)),
@@ -76,7 +76,9 @@ _SPEECH = (
 
 _LLM = (
     Pending("distributed.activation_checkpointing", _CHOSEN, _WHOLE_LAYERS),
-    Pending("model.backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash"), "attn: auto"),
+    Pending(
+        "model.backend.attn", "this attention kernel", ("auto", "sdpa", "eager", "flash", "te"), "attn: auto"
+    ),
     Pending("model.backend.linear", "this linear layer", ("torch",)),
     Pending("model.backend.rms_norm", "this norm kernel", ("torch", "torch_fp32")),
     Pending("model.backend.rope_fusion", "fused rotary embeddings", (False,)),

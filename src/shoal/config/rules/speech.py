@@ -81,8 +81,13 @@ def _attention_installed(config: SpeechConfig, facts: Facts) -> Iterator[Broken]
 def _packs_need_borders(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
     attn = config.model.automodel_backend.attn
     if config.model.packed_sequences and attn == "eager":
-        limit = "auto, sdpa or flash: attention that is told where conversations end"
+        limit = "auto, sdpa, flash or te: attention that is told where conversations end"
         yield Broken("model.automodel_backend.attn", attn, limit)
+
+
+def _te_needs_packing(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
+    if config.model.automodel_backend.attn == "te" and not config.model.packed_sequences:
+        yield Broken("model.automodel_backend.attn", "te", "auto, sdpa or flash for padded batches")
 
 
 def _cp_needs_packing(config: SpeechConfig, facts: Facts) -> Iterator[Broken]:
@@ -232,6 +237,14 @@ SPEECH_RULES: tuple[Rule, ...] = (
         _packs_need_borders,
         "packed conversations do not see each other",
         "model.automodel_backend.attn: auto",
+    ),
+    Rule(
+        "te-needs-packing",
+        "speech",
+        ("model.packed_sequences", "model.automodel_backend"),
+        _te_needs_packing,
+        "Transformer Engine's kernel is called for packed conversations",
+        "model.packed_sequences: true",
     ),
     Rule(
         "cp-needs-packing",

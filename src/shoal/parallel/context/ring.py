@@ -127,7 +127,7 @@ def ring_attention(
         group: The ring.
         spec: What is computed.
         sinks: [Hq] or None; their gradient is this rank's part of it.
-        backend: "auto", "sdpa" or "flash".
+        backend: "auto", "sdpa", "flash" or "te".
 
     Returns:
         [num_local, Hq, Dv] in q's dtype; 0 on padding.

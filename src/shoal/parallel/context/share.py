@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from shoal.config.schema import ContextMethod
 from shoal.kernels.attention import Backend
+from shoal.kernels.attention_hf import PACKED_ATTENTION, registered_backend
 from shoal.kernels.packable import packable
 from shoal.kernels.packed import borders
 from shoal.mesh.exchange import refuse_disagreement
@@ -27,10 +28,9 @@ from shoal.parallel.context.ulysses import refuse_indivisible_heads
 _BACKENDS: Mapping[str | None, Backend] = {
     None: "auto",
     "sdpa": "sdpa",
-    "shoal": "auto",
     "flash_attention_2": "flash",
 }
-"""Which kernel computes locally, by the attention a model was built with."""
+"""Which kernel computes locally, by the attention a model was built with; ours keeps its own."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def make_context_parallel(
             cannot be split, or its heads cannot be dealt to the ranks.
     """
     attention = llm.config._attn_implementation
-    if attention not in _BACKENDS:
+    backend = registered_backend(attention) if attention == PACKED_ATTENTION else _BACKENDS.get(attention)
+    if backend is None:
         raise ValueError(
             f"model.attn_implementation = {attention!r}: auto, sdpa, flash_attention_2 or shoal with cp_size > 1, "
             "because its scores would miss the tokens of other ranks; repair: attn_implementation: auto"
@@ -128,9 +129,14 @@ def make_context_parallel(
         raise ValueError(f"cp_size = {group.size()}: {error}, and cp_size: 1") from None
     if method == "ulysses":
         refuse_indivisible_heads(llm.config.get_text_config().num_attention_heads // tp_size, group.size())
+    if method == "allgather" and backend == "te":
+        raise ValueError(
+            "cp_method = 'allgather': backend te is asked only for as many queries as keys, and gathered keys are "
+            "more; repair: cp_method: ring"
+        )
     register_context_attention()
     llm.set_attn_implementation(CONTEXT_ATTENTION)
-    return ContextParallel(group, method, _BACKENDS[attention])
+    return ContextParallel(group, method, backend)
 
 
 def attach_context_parallel(
