@@ -42,7 +42,7 @@ def shown(actual: Record, expected: Record, case: Case, limit: float) -> str:
     """What the cell of two records shows: the largest error, or what differs by more than the limit."""
     try:
         errors = errors_of(actual, expected, case)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:  # other names, or other numbers of steps
         return "DIFFERENT: " + next(iter(str(error).splitlines()), repr(error))
     name = max(errors, key=lambda one: errors[one])
     return f"{errors[name]:.0e}" if errors[name] <= limit else f"DIFFERENT: {name} by {errors[name]:.1e}"
