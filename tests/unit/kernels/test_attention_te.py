@@ -104,6 +104,26 @@ def test_documents_with_padding_between_them(newest: StandIn) -> None:
         assert_same(given.run(**kind, **places, backend="te"), reference, 1e-12)
 
 
+def test_tensors_that_lie_heads_first(newest: StandIn) -> None:
+    given, part = pack((5, 30)), Part((0, 5, 35), (0, 5, 35))
+    q, k, v = (given.leaves[name].detach()[:35] for name in "qkv")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
+        out, lse = attend(q, k, v, part, SPEC, "te")
+        if not q.is_contiguous():
+            out, lse = heads_first(out), heads_first(lse)
+        return out, lse, *gradients(grad_out, grad_lse, q, k, v, out, lse, part, SPEC, "te")
+
+    for grad_lse in (None, given.grad_lse[:35]):
+        inputs = (q, k, v, given.grad_out[:35], grad_lse)
+        turned = [None if x is None else heads_first(x) for x in inputs]
+        torch.testing.assert_close(run(*turned), run(*inputs), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(newest: StandIn, dtype: torch.dtype) -> None:
     given = pack(LENS, dtype=dtype)
