@@ -190,6 +190,7 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
     ),
     ("not-yet-pretrained-s2s-model", "speech", None, {"model": {"pretrained_s2s_model": "a"}}),
     ("not-yet-incremental-loading", "speech", None, {"model": {"incremental_loading": True}}),
+    ("not-yet-automodel-backend-attn", "speech", None, _backend(attn="flex")),
     ("not-yet-automodel-backend-linear", "speech", None, _backend(linear="te")),
     ("not-yet-automodel-backend-rms-norm", "speech", None, _backend(rms_norm="te")),
     ("not-yet-automodel-backend-rope-fusion", "speech", None, _backend(rope_fusion=True)),
