@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def document(done: Cells) -> str:
     refusals: list[str] = []
     for kind in dict.fromkeys(model.kind for model in models().values()):
         columns = {name: model for name, model in models().items() if model.kind == kind}
-        lines += ["", f"## {kind}", "", f"| layout | {' | '.join(columns)} |"]
+        lines += ["", f"## {kind}", "", _summary(done, [*columns]), "", f"| layout | {' | '.join(columns)} |"]
         lines += ["| --- |" + " --- |" * len(columns)]
         lines += [f"| limit | {' | '.join(f'{model.limit:.0e}' for model in columns.values())} |"]
         for layout in layouts():
@@ -89,6 +90,16 @@ def document(done: Cells) -> str:
         lines += ["", "## Refused", "", "On every rank, before anything is trained:", ""]
         lines += [f"{number}. {reason}" for number, reason in enumerate(refusals, 1)]
     return "\n".join(lines) + "\n"
+
+
+def _summary(done: Cells, columns: list[str]) -> str:
+    """How many cells were run, and the largest error of them."""
+    cells = [cell for name in columns for cell in done.row(name).values()]
+    errors = [float(cell) for cell in cells if cell[0].isdigit()]
+    others = Counter(cell.partition(":")[0] for cell in cells if not cell[0].isdigit())
+    told = "".join(f", {count} {kind}" for kind, count in others.items())
+    worst = f", largest error {max(errors):.0e}" if errors else ""
+    return f"{len(cells)} of {len(columns) * len(layouts())} cells were run{told}{worst}."
 
 
 def _brief(cell: str, refusals: list[str]) -> str:
