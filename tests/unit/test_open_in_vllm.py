@@ -19,7 +19,6 @@ from torch import Tensor
 
 from scripts import open_in_vllm
 from shoal.checkpoint.export import ExportOptions, export_model
-from tests.families import tiny_lm
 from tests.tiny import tiny_llama
 
 PYTHON = os.environ.get("SHOAL_VLLM_PYTHON", sys.executable)
@@ -46,7 +45,6 @@ def test_exports_open_in_vllm(vllm_python: str, tmp_path: Path) -> None:
     models = {
         "tied": tiny_llama(tie_word_embeddings=True, **HEADS),
         "untied": tiny_llama(**HEADS),
-        "experts": tiny_lm("qwen3-moe", head_dim=32),
     }
     for name, model in models.items():
         export_model(model, tmp_path / name, options=ExportOptions(max_shard_bytes=50_000))
