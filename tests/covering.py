@@ -33,7 +33,7 @@ COVERING = {
     ),
     "parity/test_context.py": (
         r"llama-(ring-cp2-checkpointing|ulysses-dp2-cp2-no-defer|rows-(ring-cp2|allgather-cp2))|gpt-oss-rows-ring-cp2"
-        r"|llama-(unsupervised|nothing)-ring-dp2-cp2"
+        r"|llama-(unsupervised|nothing|dynamic)-ring-dp2-cp2|phi3-long-ring-cp4"
     ),
     "parity/test_context_attention.py": (
         r".*-ring-2|(plain|window-5|sinks|tiny)-allgather-2|(plain|one-kv-head|many-heads|narrow-values|tiny)-ulysses-2"

@@ -59,6 +59,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "phi3": ("phi3", {"partial_rotary_factor": 1.0}),
+    # Frequencies that follow the longest document: two sets of them, or ever lower ones.
+    "phi3-long": (
+        "phi3",
+        {
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 13,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+                "original_max_position_embeddings": 13,
+            },
+        },
+    ),
+    "llama-dynamic": (
+        "llama",
+        {
+            "max_position_embeddings": 10,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
     "qwen3-moe": ("qwen3_moe", _EXPERTS),
     # Multi-head latent attention: keys are wider than values; a dense layer, and one of experts.
     "deepseek-v3": (

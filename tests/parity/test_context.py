@@ -29,7 +29,9 @@ def _layouts(method: ContextMethod) -> list[Layout]:
 
 LAYOUTS = {layout.name: layout for method in METHODS for layout in _layouts(method)}
 CASES = {
-    **{family: packed_case(family) for family in ("llama", "gemma3", "gpt-oss")},
+    **{
+        family: packed_case(family) for family in ("llama", "gemma3", "gpt-oss", "phi3-long", "llama-dynamic")
+    },
     "llama-unsupervised": packed_case("llama", 4, unsupervised=(0, 1, 2)),
     "llama-nothing": packed_case("llama", 2, unsupervised=(0, 1), max_norm=None),
 }
@@ -41,6 +43,9 @@ TABLE = [
     *(("llama", f"{method}-dp2-cp2-no-defer") for method in METHODS),
     *(("llama-rows", layout) for layout in ("ring-cp2", "ring-dp2-cp2", "allgather-cp2", "ulysses-cp4")),
     *((f"{family}-rows", "ring-cp2") for family in ("gemma3", "gpt-oss")),
+    ("phi3-long", "ring-cp4"),
+    ("phi3-long-rows", "ulysses-cp2"),
+    ("llama-dynamic", "ring-dp2-cp2"),
     ("llama-unsupervised", "ring-dp2-cp2"),
     ("llama-unsupervised", "ulysses-cp2"),
     ("llama-nothing", "ring-dp2-cp2"),

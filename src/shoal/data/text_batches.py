@@ -92,8 +92,8 @@ def packed(rows: Sequence[Tokens], size: int, pad_id: int) -> dict[str, Tensor |
     Returns:
         ``input_ids`` and ``loss_mask`` [1, T] with T = size, the mask False on each document's first token and
         on padding; ``text_lens`` [1], the real tokens; ``position_ids`` int64 [1, T], which restart in each
-        document and in the padding; ``cu_seqlens`` int32 [N + 1], borders of the N documents; ``max_seqlen``,
-        the longest document.
+        document and in the padding, where none is larger than in the documents; ``cu_seqlens`` int32 [N + 1],
+        borders of the N documents; ``max_seqlen``, the longest document.
 
     Raises:
         ValueError: The documents do not fit.
@@ -116,11 +116,13 @@ def packed(rows: Sequence[Tokens], size: int, pad_id: int) -> dict[str, Tensor |
 
 
 def _borders(lengths: Sequence[int], size: int) -> dict[str, Tensor | int]:
-    rest = size - sum(lengths)
-    parts = [torch.arange(length) for length in (*lengths, rest)]
+    longest = max(lengths)
+    # Padding must not look like a document longer than all others: rotary embeddings can follow the largest position.
+    rest = torch.arange(size - sum(lengths)) % max(longest, 1)
+    parts = [*(torch.arange(length) for length in lengths), rest]
     borders = np.cumsum([0, *lengths]).astype(np.int32)
     return {
         "position_ids": torch.cat(parts)[None],
         "cu_seqlens": torch.from_numpy(borders),
-        "max_seqlen": max(lengths),
+        "max_seqlen": longest,
     }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from shoal.kernels.attention import Backend, varlen_attention
-from shoal.kernels.packed import TensorMemo, borders
+from shoal.kernels.packed import TensorMemo, accumulation_dtype, borders
 
 PACKED_ATTENTION = "shoal"
 """The name under which the recipes register it."""
@@ -74,6 +74,8 @@ def _attention_function(name: str, backend: Backend) -> Callable[..., tuple[Tens
         cu_q = cu_k = _documents(where, cu_seq_lens_q, position_ids, batch, length, causal)
         if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
             cu_k = cu_seq_lens_k
+        if counts_positions(module):
+            query = tuned(module, query, _positions(cu_q, batch * length).view(batch, length))
         if chunk := chunk_size(module):
             cu_q = cu_k = _in_chunks(cu_q, chunk)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -148,6 +150,36 @@ def _borders_of_positions(position_ids: Tensor, batch: int) -> Tensor:
     starts[:, 0] = True
     ends = torch.tensor([starts.numel()], device=starts.device)
     return torch.cat([starts.flatten().nonzero()[:, 0], ends]).int()
+
+
+def _positions(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Returns the position of each token in its document, int64 [total]; padding counts on from the last border."""
+    tokens = torch.arange(total, device=cu_seqlens.device)
+    starts = cu_seqlens.to(tokens.dtype)
+    return tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether an attention layer has scaled its queries by their place in the row, as Llama 4 does without rotation."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Scales queries as their positions in documents ask for, in place of their places in the row.
+
+    Args:
+        module: A layer that `counts_positions`.
+        query: [B, Hq, T, D], scaled by place.
+        positions: In documents, int64 [B, T].
+    """
+
+    def scale(places: Tensor) -> Tensor:
+        steps = torch.floor((places.float() + 1.0) / module.floor_scale)  # in float32, as the layer has it
+        grown: Tensor = torch.log1p(steps) * module.attn_scale + 1.0
+        return grown.to(accumulation_dtype(query.dtype))
+
+    right, wrong = scale(positions), scale(torch.arange(query.shape[2], device=query.device))
+    return (query * (right / wrong)[:, None, :, None]).to(query.dtype)
 
 
 def chunk_size(module: nn.Module) -> int | None:

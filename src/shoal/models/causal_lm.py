@@ -15,6 +15,7 @@ from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
 from shoal.models.dropout import DropoutState, tokens_of
+from shoal.models.rotary import steady_rotation
 from shoal.parallel.context.share import ContextParallel, Share
 from shoal.parallel.tensor import TensorParallel
 
@@ -57,6 +58,7 @@ class CausalLM(nn.Module):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
+        steady_rotation(llm)
         self.llm = llm
         self._chunked = loss == "chunked"
         self._smoothing, self._z_loss = label_smoothing, z_loss

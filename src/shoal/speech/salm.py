@@ -20,6 +20,7 @@ from shoal.kernels.loss import token_losses
 from shoal.kernels.packable import packable
 from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
 from shoal.models.dropout import DropoutState
+from shoal.models.rotary import steady_rotation
 from shoal.parallel.context.share import ContextParallel, Share
 from shoal.parallel.tensor import TensorParallel
 from shoal.speech import splice
@@ -67,6 +68,7 @@ class SALM(nn.Module):
         super().__init__()
         if packed:
             packable(llm)
+        steady_rotation(llm)
         self.llm = llm
         self.perception = perception
         self.placeholder_id = placeholder_id

@@ -258,6 +258,12 @@ def test_packed_micro_batch() -> None:
         packed(_tokens(3, 3), 5, PAD)
 
 
+def test_padding_of_a_pack_stands_at_no_position_that_its_documents_have_not() -> None:
+    """A table of positions could end there, and rotary embeddings can choose their frequencies by the largest."""
+    batch = packed(_tokens(3, 1), 12, PAD)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, *(0, 1, 2) * 2, 0, 1]]  # type: ignore[union-attr]
+
+
 def test_padded_micro_batch_never_supervises_a_first_token() -> None:
     batch = padded(_tokens(3, 1), PAD)
     assert batch["input_ids"].tolist() == [[10, 11, 12], [20, PAD, PAD]]

@@ -64,7 +64,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "youtu": {"num_key_value_heads": 4},
     # One layer of either kind.
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4},
+    # Whole documents in the layer that does not rotate, and whose queries grow with their position.
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 4,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
     "granitemoehybrid": {
         "layer_types": ["attention", "attention"],
         "position_embedding_type": "rope",

@@ -16,11 +16,16 @@ from transformers import AttentionInterface
 
 from shoal.config.schema import ContextMethod
 from shoal.kernels.attention import Backend
-from shoal.kernels.attention_hf import chunk_size, refuse_what_is_not_computed
+from shoal.kernels.attention_hf import (
+    chunk_size,
+    counts_positions,
+    refuse_what_is_not_computed,
+    tuned,
+)
 from shoal.kernels.packed import AttentionSpec
 from shoal.parallel.context.allgather import allgather_attention
 from shoal.parallel.context.ring import ring_attention
-from shoal.parallel.context.split import DualChunks
+from shoal.parallel.context.split import DualChunks, local_index
 from shoal.parallel.context.ulysses import ulysses_attention
 
 CONTEXT_ATTENTION = "shoal-cp"
@@ -127,6 +132,9 @@ def _attend(
         raise ValueError(
             f"{where}: its model does not hand keyword arguments down to attention, so it cannot run with cp_size > 1"
         )
+    if counts_positions(module):
+        starts = (0,) * len(context.layout.lengths)
+        query = tuned(module, query, local_index(context.layout, starts, query.device)[0][None])
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     spec = AttentionSpec(causal, scale, sliding_window, softcap, s_aux is not None)
