@@ -115,6 +115,10 @@ class ShoalModule(pl.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         leave_model_to_module(self.trainer.strategy)
+        # What sharding and kernels keep from a validation is used again in training, which tensors of torch's inference
+        # mode cannot be. (Lightning itself leaves it out under gloo, so that only NCCL would show it.)
+        for loop in (self.trainer.fit_loop.epoch_loop.val_loop, self.trainer.validate_loop):
+            loop.inference_mode = False
 
     @override
     def configure_model(self) -> None:
