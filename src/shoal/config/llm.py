@@ -70,7 +70,8 @@ class CheckpointConfig:
     """Where and how checkpoints are written.
 
     restore_from is a checkpoint, or ``latest`` for the newest complete one in checkpoint_dir (the beginning when
-    there is none yet). keep_last (AutoModel: max_recent_checkpoints) None keeps all.
+    there is none yet). keep_last (AutoModel: max_recent_checkpoints) is the number of periodic ones to keep, beside
+    the one of the run's last step; None keeps all.
     """
 
     enabled: bool = True
@@ -139,7 +140,9 @@ class CompileConfig:
     """
 
     enabled: bool = False
-    mode: str = "default"
+    mode: Literal["default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        "default"
+    )
     fullgraph: bool = False
     dynamic: bool | None = None
     backend: str | None = None

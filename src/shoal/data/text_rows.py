@@ -78,12 +78,17 @@ def _opened(datasets: Any, config: TextDatasetConfig, paths: list[str], key: str
     if len(kinds) != 1 or None in kinds:
         limit = ", ".join(_BUILDERS)
         raise ValueError(f"{key}.path = {paths[:5]}: files of one kind out of {limit} go together")
+    if not any(Path(path).stat().st_size for path in paths):
+        raise ValueError(f"{key}.path = {config.path!r}: holds not one row")
     (kind,) = kinds
     options = {"sample_by": config.sample_by} if kind == "text" else {}
     try:
         return datasets.load_dataset(kind, data_files=paths, split="train", **options)
     except Exception as error:  # readers of each format raise their own classes
-        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the outermost says no more than that something is wrong
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {cause}".rstrip(": ")
         raise ValueError(
             f"{key}.path = {config.path!r}: cannot be read as {kind} ({reason}); check the file"
         ) from error

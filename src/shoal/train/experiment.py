@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import platform
 import shutil
@@ -309,9 +310,21 @@ def logger_of(name: str, options: Mapping[str, Any], log_dir: Path, *, key: str)
     if name != "csv":
         _need_package(name, key)
     try:
+        if name == "tensorboard":
+            _check_writer_options(options)
         return _LOGGERS[name](**{**defaults, **options})
     except TypeError as error:
         raise ValueError(f"{key}: {error}; use the keys of Lightning's {_LOGGERS[name].__name__}") from error
+
+
+def _check_writer_options(options: Mapping[str, Any]) -> None:
+    """Raises the TypeError of an option that Lightning would hand to torch's writer with the first number only."""
+    from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+
+    known = {*inspect.signature(TensorBoardLogger).parameters, *inspect.signature(SummaryWriter).parameters}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(f"no option {', '.join(unknown)}")
 
 
 def _need_package(package: str, key: str) -> None:

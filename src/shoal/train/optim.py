@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -65,7 +68,22 @@ def build_optimizer(config: TargetConfig, module: nn.Module) -> Optimizer:
     optimizer = _instantiate(config, key, parameters)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"{key}._target_ = {config.target!r}: not an optimizer; repair: torch.optim.AdamW")
+    reason = _cannot_step(optimizer, parameters)
+    if reason is not None:
+        raise ValueError(f"{key}._target_ = {config.target!r}: {reason}; repair: torch.optim.AdamW")
     return optimizer
+
+
+def _cannot_step(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> str | None:
+    """Why the training step could not use an optimizer, said before the first batch; None when it can."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "it evaluates the loss several times a step, and a step here sees its data once"
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "it needs sparse gradients, and those of training are dense"
+    if isinstance(optimizer, torch.optim.Adafactor) and any(isinstance(p, DTensor) for p in parameters):
+        return "torch cannot take its norms of sharded matrices, and strategy ddp does not shard"
+    return None
 
 
 def build_scheduler(
@@ -100,5 +118,5 @@ def _instantiate(config: TargetConfig, key: str, first: object) -> object:
     assert callable(target)
     try:
         return target(first, **config.kwargs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:  # betas of one number are an IndexError in torch
         raise ValueError(f"{key}: {config.target} does not take {dict(config.kwargs)}: {error}") from error

@@ -84,8 +84,8 @@ def test_plain_text_is_cut_into_documents(tmp_path: Path, sample_by: str, expect
         (("a.jsonl", "b.txt"), "files of one kind"),
         ("a.docx", "files of one kind"),
         ("empty", "no .json"),
-        ("broken.jsonl", "dataset.path"),
-        ("nothing.jsonl", "dataset.path"),
+        ("broken.jsonl", "dataset.path = 'broken.jsonl': cannot be read as json .*JSON parse error"),
+        ("nothing.jsonl", "dataset.path = 'nothing.jsonl': holds not one row"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(

@@ -214,6 +214,14 @@ def test_a_missing_logger_package_is_named(tmp_path, monkeypatch, package):
         )
 
 
+def test_an_option_that_tensorboard_does_not_have_is_named_before_training(tmp_path):
+    with pytest.raises(
+        ValueError, match="^tensorboard: no option foo; use the keys of Lightning's TensorBoardLogger"
+    ):
+        experiment.logger_of("tensorboard", {"foo": 1, "flush_secs": 5}, tmp_path, key="tensorboard")
+    experiment.logger_of("tensorboard", {"flush_secs": 5, "name": "run"}, tmp_path, key="tensorboard")
+
+
 def test_weights_and_biases_gets_the_users_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "_need_package", lambda package, key: None)
     monkeypatch.setitem(experiment._LOGGERS, "wandb", dict)

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from shoal.config import load_config
 from shoal.config.values import TargetConfig
@@ -35,6 +38,36 @@ def test_an_optimizer_is_refused_by_the_key_of_the_users_file(recipe: str, prefi
     no_optimizer = replace(optimizer, target=SCHEDULE, kwargs={"decay_steps": 3})
     with pytest.raises(ValueError, match=f"^{re.escape(prefix)}optimizer._target_ = '{SCHEDULE}'"):
         build_optimizer(no_optimizer, torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "words"),
+    [
+        ("torch.optim.LBFGS", {}, "evaluates the loss several times a step"),
+        ("torch.optim.SparseAdam", {}, "those of training are dense"),
+        ("torch.optim.AdamW", {"betas": (0.9,)}, "does not take .*betas"),
+    ],
+)
+def test_an_optimizer_that_could_not_step_is_refused_when_it_is_made(
+    target: str, kwargs: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^optimizer.*{target}.*{words}"):
+        build_optimizer(TargetConfig(target, kwargs), torch.nn.Linear(1, 1))
+
+
+def test_adafactor_steps_whole_weights_and_is_refused_for_sharded_ones() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    whole, sharded = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    sharded(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError):  # torch's own reason; when it goes, so may the refusal
+        torch.optim.Adafactor(sharded.parameters()).step()
+    with pytest.raises(ValueError, match="^optimizer._target_ = 'torch.optim.Adafactor': .*strategy ddp"):
+        build_optimizer(TargetConfig("torch.optim.Adafactor"), sharded)
+    whole(torch.ones(1, 2)).sum().backward()
+    before = whole.weight.detach().clone()
+    build_optimizer(TargetConfig("torch.optim.Adafactor"), whole).step()
+    assert not torch.equal(before, whole.weight)
 
 
 def test_a_schedule_without_an_end_is_refused_by_its_key() -> None:
