@@ -170,7 +170,7 @@ def run_with_other_data(rank: int, world: int, case: Case, layout: Layout, key: 
     return ""
 
 
-@pytest.mark.parametrize("key", ["input_ids", "cu_seqlens"])
+@pytest.mark.parametrize("key", ["input_ids", "cu_seqlens", "sample_seeds"])
 def test_peers_with_other_data_are_refused_on_every_rank(ranks: RankRunner, key: str) -> None:
     for message in ranks(run_with_other_data, 2, CASES["llama"], RING, key):
         assert "the micro-batch" in message and "differs between ranks" in message, message

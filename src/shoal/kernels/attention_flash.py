@@ -18,7 +18,7 @@ from shoal.kernels.attention_fused import (
     widened,
     with_lse_column,
 )
-from shoal.kernels.packed import AttentionSpec, Part
+from shoal.kernels.packed import AttentionSpec, Part, accumulation_dtype
 
 MAX_WIDTH = 256
 
@@ -51,6 +51,9 @@ def flash_attention(
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Attends to one part of the keys; see `shoal.kernels.attention_parts.attend`."""
     value_width = v.shape[2]
+    if not _has_work(q, k):
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        return q.new_zeros(*q.shape[:2], value_width), lse
     q, k, v = widened(multiple_of_8(max(q.shape[2], value_width)), q, k, v)
     grouped = q.shape[1] != k.shape[1]
     out, lse, _ = _operators()._varlen_attn(q, k, v, *_sizes(part, q.device), *_options(spec), grouped)
@@ -71,6 +74,8 @@ def flash_backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients through one part of the keys; see `shoal.kernels.attention_parts.gradients`."""
+    if not _has_work(q, k):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     widths = (q.shape[2], k.shape[2], v.shape[2])
     blind = lse.isneginf()
     q, k, v, out, grad_out = widened(multiple_of_8(max(widths)), q, k, v, out, grad_out)
@@ -93,6 +98,11 @@ def flash_backward(
 
 
 FLASH = PartKernel(flash_forward, flash_backward)
+
+
+def _has_work(q: Tensor, k: Tensor) -> bool:
+    """Whether there are queries and keys: a rank may hold no token of any document, and CUDA starts no empty grid."""
+    return len(q) > 0 and len(k) > 0
 
 
 def _sizes(part: Part, device: torch.device) -> tuple[Tensor, Tensor, int, int]:

@@ -48,6 +48,11 @@ def registered_backend(name: str) -> Backend:
     return _registered[name]
 
 
+def is_registered(name: str | None) -> bool:
+    """Whether a name of transformers' attention interface is one of ours, which leaves padding behind a pack alone."""
+    return name in _registered
+
+
 def _attention_function(name: str, backend: Backend) -> Callable[..., tuple[Tensor, None]]:
     def attend(
         module: nn.Module,

@@ -69,6 +69,8 @@ def causal_convolution(
         ValueError: Shapes do not fit, or the named backend cannot compute this.
     """
     _check_convolution(x, weight, documents)
+    if not x.numel():  # a rank without a token of any document: CUDA starts no empty grid
+        backend = "torch"
     chosen = _chosen("convolution", backend, "causal_conv1d", why_not_fused_convolution(x, weight))
     if chosen not in get_args(ConvolutionBackend):
         raise ValueError(
@@ -125,6 +127,8 @@ def state_space_scan(
         ValueError: Shapes do not fit, or the named backend cannot compute this.
     """
     _check_scan(x, dt, a, b, c, documents)
+    if not x.numel():
+        backend = "torch"
     chosen = _chosen("scan", backend, "mamba_ssm", why_not_fused_scan(x))
     if chosen not in get_args(ScanBackend):
         raise ValueError(f"scan backend: {chosen!r} is none of {', '.join(get_args(ScanBackend))}")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shoal.kernels.attention_hf import is_registered
 from shoal.kernels.logits import linear_head, logit_transforms
 from shoal.kernels.loss import token_losses
 from shoal.kernels.vocab import VocabShard, vocab_parallel_losses
@@ -105,6 +106,8 @@ class CausalLM(nn.Module):
         arguments: dict[str, Any] = {"input_ids": micro_batch["input_ids"], "use_cache": False}
         if "cu_seqlens" in micro_batch:
             borders, longest = micro_batch["cu_seqlens"], micro_batch["max_seqlen"]
+            if not is_registered(self.llm.config._attn_implementation):
+                borders, longest = _with_padding(borders, longest, micro_batch["input_ids"].shape[1])
             arguments |= {
                 "position_ids": micro_batch["position_ids"],
                 "cu_seq_lens_q": borders,
@@ -168,6 +171,16 @@ def shifted_labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
     """
     following = input_ids.masked_fill(~loss_mask, IGNORE)[:, 1:]
     return F.pad(following, (0, 1), value=IGNORE)
+
+
+def _with_padding(borders: Tensor, longest: int, length: int) -> tuple[Tensor, int]:
+    """Borders and longest document with the padding behind the last one as a document of its own.
+
+    flash-attention leaves what it computes for tokens outside of all documents unset, in forward and in backward, and
+    it would reach the gradients of every layer before it.
+    """
+    end = borders.new_tensor([length])
+    return torch.cat([borders, end]), max(longest, length - int(borders[-1]))
 
 
 def _shared_inputs(micro_batch: Mapping[str, Any], share: Share) -> dict[str, Any]:

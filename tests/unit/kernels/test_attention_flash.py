@@ -30,6 +30,8 @@ LENS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "same": ((5, 0, 1, 30, 3), (5, 0, 1, 30, 3)),
     "fewer keys": ((5, 2, 1, 30, 3), (2, 0, 1, 15, 3)),
     "more keys": ((5, 2, 1, 30, 3), (7, 2, 1, 50, 3)),
+    "no queries": ((0, 0), (2, 3)),
+    "no keys": ((2, 3), (0, 0)),
 }
 
 
@@ -111,6 +113,7 @@ class StandIn:
 
     @staticmethod
     def _insist(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
+        assert len(q) > 0 and len(k) > 0  # CUDA starts no empty grid
         assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))

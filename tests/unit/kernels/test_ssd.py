@@ -345,3 +345,22 @@ def test_a_missing_package_is_named() -> None:
         ssd_fused.why_not_fused_convolution(on_gpu, torch.empty(8, 5))
         == "it has no kernel of width 5, only 2 to 4"
     )
+
+
+def test_without_tokens_no_fused_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of context parallelism may hold no token, and CUDA starts no empty grid."""
+
+    def absent(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("a fused kernel got nothing to do")
+
+    for name in ("why_not_fused_convolution", "why_not_fused_scan"):
+        monkeypatch.setattr(ssd, name, lambda *_: None)
+    for name in ("fused_convolution", "fused_scan"):
+        monkeypatch.setattr(ssd, name, absent)
+    x = torch.zeros(1, 0, HEADS, WIDTH)
+    kept = torch.zeros(1, 0, 2, STATES)
+    y = state_space_scan(x, x[..., 0], -torch.ones(HEADS), kept, kept)
+    assert y.shape == x.shape
+    assert causal_convolution(x.flatten(2), torch.ones(HEADS * WIDTH, TAPS)).shape == (1, 0, HEADS * WIDTH)
+    with pytest.raises(AssertionError, match="nothing to do"):
+        causal_convolution(torch.zeros(1, 1, HEADS * WIDTH), torch.ones(HEADS * WIDTH, TAPS))

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from shoal.data.batch import empty_micro_batch
 from shoal.data.text import Tokens
 from shoal.data.text_batches import packed, padded
+from shoal.kernels.attention import varlen_attention
 from shoal.kernels.attention_hf import register_attention
 from shoal.models.causal_lm import CausalLM, shifted_labels
 from tests.tiny import tiny_llama
@@ -158,3 +166,24 @@ def test_an_adapted_head_needs_the_full_loss() -> None:
     llm.lm_head = torch.nn.Sequential(llm.lm_head)  # type: ignore[assignment]
     with pytest.raises(ValueError, match="loss_fn.kind=full"):
         CausalLM(llm)
+
+
+def leaves_padding_unset(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **named: Any
+) -> tuple[Tensor, None]:
+    """What transformers does for flash-attention: tokens outside of all documents keep what was in memory."""
+    borders = named["cu_seq_lens_q"]
+    assert named["max_length_q"] == int(borders.diff().max()) and torch.equal(borders, named["cu_seq_lens_k"])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out, _ = varlen_attention(q, k, v, borders, borders, causal=True, scale=scaling, backend="reference")
+    outside = torch.arange(len(out)) >= int(borders[-1])
+    return out.masked_fill(outside[:, None, None], torch.nan)[None], None
+
+
+def test_padding_of_a_pack_is_a_document_for_attention_that_is_not_ours() -> None:
+    AttentionInterface.register("unset", leaves_padding_unset)
+    ours, theirs = model_of("llama", "shoal"), model_of("llama", "unset")
+    for model in (ours, theirs):
+        model(packed(documents(), sum(LENGTHS) + 20, PAD))["loss_sum"].backward()
+    for (name, expected), (_, actual) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-10, atol=1e-10, msg=name)

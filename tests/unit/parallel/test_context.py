@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.kernels.attention_blocks import blocks
 from shoal.parallel.context.ring import Pass, ring_passes, score_counts
+from shoal.parallel.context.share import _digest_of_all
 from shoal.parallel.context.split import (
     DualChunks,
     Places,
@@ -141,3 +142,19 @@ def test_key_heads_are_repeated_no_more_than_needed(
     heads: int, kv_heads: int, size: int, copies: int
 ) -> None:
     assert kv_copies(heads, kv_heads, size) == copies
+
+
+@pytest.mark.parametrize("name", ["input_ids", "sample_seeds", "audios"])
+def test_the_digest_of_a_micro_batch_covers_all_that_it_is_computed_from(name: str) -> None:
+    batch = {
+        "input_ids": torch.arange(6)[None],
+        "sample_seeds": torch.arange(2),
+        "audios": torch.randn(2, 5, generator=torch.Generator().manual_seed(0)),
+        "audio_lens": torch.tensor([5, 3]),
+        "is_empty": False,
+    }
+    other = {**batch, name: batch[name] + (torch.arange(batch[name].shape[-1]) == 1)}  # type: ignore[operator]
+    same = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    assert _digest_of_all(same) == _digest_of_all(batch) != _digest_of_all(other)
+    nothing = {"audios": torch.zeros(0, 0), "audio_lens": torch.zeros(0, dtype=torch.int64)}
+    assert 0 <= _digest_of_all(nothing) < 2**63

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +93,17 @@ class ContextParallel:
         starts, lengths = _documents(micro_batch)
         layout = DualChunks(lengths, self.group.size(), self.group.rank())
         refuse_disagreement(
-            [sum(lengths), _digest(torch.tensor(lengths)), _digest(ids), _digest(micro_batch["loss_mask"])],
+            [
+                *(
+                    sum(lengths),
+                    _digest(torch.tensor(lengths)),
+                    _digest(ids),
+                    _digest(micro_batch["loss_mask"]),
+                ),
+                _digest_of_all(micro_batch),
+            ],
             self.group,
-            "the micro-batch (number of tokens, digests of the documents' lengths, of ids and of the loss mask)",
+            "the micro-batch (number of tokens, digests of the documents' lengths, of ids, of the mask, of all of it)",
             "give all cp ranks of a data-parallel coordinate the same data",
         )
         index, is_real = local_index(layout, starts, ids.device)
@@ -170,6 +179,20 @@ def _digest(values: Tensor) -> int:
     # int64 arithmetic wraps around, which is as good as a modulus here.
     weights = torch.arange(1, len(flat) + 1, device=flat.device) * 2654435761 + 97
     return int(((flat + 1) * weights).sum()) ^ (values.shape[0] << 32)
+
+
+def _digest_of_all(micro_batch: Mapping[str, Any]) -> int:
+    """Of every tensor by its name: audio and seeds as well, from which ranks would compute different things."""
+    total = 0
+    for name, value in micro_batch.items():
+        if isinstance(value, Tensor):
+            if value.is_floating_point():  # of audio the sums of rows, which take no memory
+                value = value.view(_BITS[value.element_size()]).sum(-1, dtype=torch.int64)
+            total += crc32(name.encode()) * _digest(value)
+    return total & (2**63 - 1)
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 __all__ = ["ContextParallel", "Share", "attach_context_parallel", "make_context_parallel"]
