@@ -55,6 +55,8 @@ class Facts:
         shape: Sizes of the language model when its folder is local and has a ``config.json``, or when its configuration
             stands in the file itself.
         attention_dropout: Those of `ATTENTION_DROPOUT` that the language model's configuration sets above 0.
+        model_type: The family of that language model; None when unknown.
+        layer_types: Kinds of its layers; empty when its configuration does not list them.
     """
 
     options: LoadOptions = LoadOptions()
@@ -64,6 +66,8 @@ class Facts:
     accelerators: int = 0
     shape: ModelShape | None = None
     attention_dropout: Mapping[str, float] = field(default_factory=dict)
+    model_type: str | None = None
+    layer_types: tuple[str, ...] = ()
 
 
 def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> Facts:
@@ -73,6 +77,7 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
     if world_size is not None:
         per_node = _launched_per_node(config, world_size)
     raw = read_model_config(llm_folder(config)) or _inline_config(config)
+    kinds = raw.get("layer_types")
     return Facts(
         options=options,
         world_size=planned if world_size is None else world_size,
@@ -81,6 +86,8 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
         accelerators=accelerators,
         shape=_shape(raw) if raw else None,
         attention_dropout=_attention_dropout(raw),
+        model_type=raw.get("model_type"),
+        layer_types=tuple(kinds) if isinstance(kinds, list | tuple) else (),
     )
 
 

@@ -6,23 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shoal.config.facts import ATTENTION_DROPOUT
-
-PACKABLE = frozenset(
-    """
-    afmoe apertus arcee aria_text beam bitnet codegen cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
-    diffllama dory dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
-    gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa
-    granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
-    hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4_text mellum mimo_v2_flash
-    minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon
-    phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-    youtu
-    """.split()  # noqa: SIM905
-)
-"""Values of `config.model_type`. The tests compare loss and every gradient for each of them, in float64."""
-
-HYBRIDS = frozenset({"bamba", "mamba2", "nemotron_h"})
-"""The same, once their Mamba-2 layers have our scan; see `shoal.models.mamba`."""
+from shoal.config.families import HYBRIDS, PACKABLE
 
 
 def packable(model: PreTrainedModel) -> None:
@@ -61,3 +45,6 @@ def packable(model: PreTrainedModel) -> None:
 def _separated(layer: nn.Module) -> bool:
     """Whether a layer that mixes tokens has been given a forward that keeps documents apart."""
     return getattr(layer, "separates_documents", False)
+
+
+__all__ = ["HYBRIDS", "PACKABLE", "packable"]

@@ -168,6 +168,42 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         {"model": {"attn_implementation": "eager"}, **_distributed(cp_size=2)},
     ),
     ("cp-attention", "llm", 4, {"model": {"backend": {"attn": "eager"}}, **_distributed(cp_size=2)}),
+    (
+        "family-was-compared",
+        "llm",
+        None,
+        {"model": {"config": {"model_type": "jamba"}}, "packed_sequence": {"packed_sequence_size": 8}},
+    ),
+    ("family-was-compared", "llm", 4, {"model": {"config": {"model_type": "t5"}}, **_distributed(cp_size=2)}),
+    (
+        "cp-reaches-attention",
+        "llm",
+        4,
+        {"model": {"config": {"model_type": "stablelm"}}, **_distributed(cp_size=2)},
+    ),
+    (
+        "chunks-need-ulysses",
+        "llm",
+        4,
+        {"model": {"config": {"model_type": "llama4_text"}}, **_distributed(cp_size=2)},
+    ),
+    (
+        "fullgraph-has-no-borders",
+        "llm",
+        None,
+        {
+            "compile": {"enabled": True, "fullgraph": True},
+            "packed_sequence": {"packed_sequence_size": 8},
+        },
+    ),
+    (
+        "fullgraph-has-no-borders",
+        "llm",
+        None,
+        {"compile": {"enabled": True, "fullgraph": True}, "model": {"config": {"model_type": "bamba"}}},
+    ),
+    ("flash-installed", "llm", None, {"model": {"backend": {"attn": "flash"}}}),
+    ("flash-installed", "llm", None, {"model": {"attn_implementation": "flash_attention_2"}}),
     ("strategy-megatron-fsdp", "speech", 2, _mesh(distributed_config={"_target_": _MEGATRON})),
     ("sequence-parallel-needs-tp", "speech", 2, _mesh(distributed_config={"sequence_parallel": True})),
     (
@@ -346,7 +382,7 @@ NOTICES: tuple[tuple[str, int | None, dict[str, Any]], ...] = (
 )
 
 
-TO_TRAIN = ("llm-dataset", "llm-backend", "backend-fits-device", "files-exist")
+TO_TRAIN = ("flash-installed", "llm-dataset", "llm-backend", "backend-fits-device", "files-exist")
 
 
 def _case_id(value: object) -> str | None:
@@ -363,7 +399,8 @@ def test_rule_refuses(
     data = merged(base(recipe), change)
     text = json.dumps(data).replace("EMPTY", str(tmp_path / "empty"))
     if recipe == "llm":
-        model = {"_target_": _MODEL, "pretrained_model_name_or_path": str(tmp_path / "llm")}
+        inline = "config" in change.get("model", {}) and rule != "llm-model"  # which is about naming both
+        model = {} if inline else {"_target_": _MODEL, "pretrained_model_name_or_path": str(tmp_path / "llm")}
         data = merged({"model": model}, json.loads(text))
     options = LoadOptions(accelerators=0, strict_topology=True, to_train=rule in TO_TRAIN)
     with pytest.raises(ConfigError) as caught:

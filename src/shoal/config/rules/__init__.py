@@ -9,6 +9,7 @@ from shoal.config.llm import LLMConfig
 from shoal.config.rules.base import Broken, Rule
 from shoal.config.rules.dropout import DROPOUT_RULES
 from shoal.config.rules.effect import EFFECT_RULES
+from shoal.config.rules.families import FAMILY_RULES
 from shoal.config.rules.llm import LLM_RULES
 from shoal.config.rules.mesh import MESH_RULES
 from shoal.config.rules.pending import PENDING_RULES
@@ -19,6 +20,7 @@ from shoal.config.speech import SpeechConfig
 RULES: tuple[Rule, ...] = (
     *MESH_RULES,
     *DROPOUT_RULES,
+    *FAMILY_RULES,
     *TRAINER_RULES,
     *SPEECH_RULES,
     *EFFECT_RULES,
