@@ -37,7 +37,12 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any] | LoraConfig) ->
     try:
         inject_adapter_in_model(options, model, low_cpu_mem_usage=True)
     except ValueError as error:  # no module of that name, or no default for this model
-        raise ValueError(f"model.lora.target_modules: {error}") from error
+        linear = {
+            name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
+        raise ValueError(
+            f"target_modules of the adapters: {error} Linear layers here: {', '.join(sorted(linear))}"
+        ) from error
 
 
 def adapted_modules(model: nn.Module) -> tuple[str, ...]:

@@ -38,14 +38,20 @@ class TrainedLM:
 def kind_of(path: str | Path) -> Literal["speech", "llm"]:
     """What a path holds: a run (or checkpoint) of one of the recipes, or a language model of Hugging Face.
 
-    A folder with neither a run's nor a model's configuration counts as an unfinished speech run.
+    Raises:
+        ValueError: A folder with neither a run's nor a model's configuration.
     """
     path = Path(path)
     file = _run_file(path)
     if file is not None:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))
         return "speech" if _SPEECH_SECTIONS & set(saved) else "llm"
-    return "speech" if path.is_dir() and not (path / "config.json").is_file() else "llm"
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"pretrained_name = {str(path)!r}: neither a run, a checkpoint of one nor an export, which have a "
+            f"{CONFIG_FILE}, nor a model of Hugging Face, which has a config.json; repair: name one of them"
+        )
+    return "llm"
 
 
 def load_trained_llm(path: str | Path) -> TrainedLM:
