@@ -86,7 +86,7 @@ def gather_facts(config: Any, options: LoadOptions, world_size: int | None) -> F
         accelerators=accelerators,
         shape=_shape(raw) if raw else None,
         attention_dropout=_attention_dropout(raw),
-        model_type=raw.get("model_type"),
+        model_type=family if isinstance(family := raw.get("model_type"), str) else None,
         layer_types=tuple(kinds) if isinstance(kinds, list | tuple) else (),
     )
 
