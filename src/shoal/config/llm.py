@@ -111,7 +111,7 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True)
 class ClipGradNormConfig:
-    """Largest gradient norm; None switches clipping off."""
+    """Largest gradient norm; None, also in place of the whole section, switches clipping off."""
 
     max_norm: PositiveFloat | None = 1.0
 

@@ -8,6 +8,7 @@ importing nothing; `resolve_target`, the only function that imports, checks the 
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -186,17 +187,24 @@ def resolve_target(name: str, allow: Collection[str] = (), key: str = "_target_"
     """
     full = canonical_target(name)
     limit = check_target(full, allow).limit
-    found = None
+    found, repair = None, _REPAIR
     if limit is None:
         try:
             found = _import(full)
         except (ImportError, AttributeError) as error:
-            limit = f"an existing name ({error})"
+            limit, repair = f"an existing name ({error})", _nearest(error) or _REPAIR
         else:
             limit = _object_limit(found, full, allow)
     if limit is not None:
-        raise ConfigError([Finding("target", key, name, limit, _REPAIR)])
+        raise ConfigError([Finding("target", key, name, limit, repair)])
     return found
+
+
+def _nearest(error: Exception) -> str | None:
+    if not isinstance(error, AttributeError) or not inspect.ismodule(error.obj):
+        return None
+    near = difflib.get_close_matches(str(error.name), dir(error.obj), n=1)
+    return f"did you mean {error.obj.__name__}.{near[0]}?" if near else None
 
 
 def _import(name: str) -> Any:

@@ -163,6 +163,8 @@ def _configuration(
         return config
     built: PreTrainedConfig
     if isinstance(config, Mapping):
+        if "model_type" not in config:
+            raise ValueError(f"config = {dict(config)}: fields with a model_type; repair: model_type='llama'")
         built = AutoConfig.for_model(**config)
         return built
     built = AutoConfig.from_pretrained(local_folder(config), trust_remote_code=trust_remote_code)
@@ -183,6 +185,10 @@ def _model(
     seed: int,
     device: torch.device | str | None,
 ) -> PreTrainedModel:
+    if setup is not None and not isinstance(setup, DistributedSetup):
+        raise TypeError(
+            f"distributed_setup = {setup!r}: a DistributedSetup; repair: DistributedSetup.build(strategy='fsdp2')"
+        )
     if attn_implementation == "shoal":
         register_attention()
 

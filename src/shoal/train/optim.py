@@ -100,7 +100,8 @@ def build_scheduler(
     if not isinstance(config, TargetConfig):
         return config(optimizer)
     key, kwargs = config.key or "lr_scheduler", dict(config.kwargs)
-    if resolve_target(config.target, config.allow) is CosineAnnealing and kwargs.get("max_steps") is None:
+    target = resolve_target(config.target, config.allow, f"{key}._target_")
+    if target is CosineAnnealing and kwargs.get("max_steps") is None:
         if max_steps < 1:
             raise ValueError(
                 f"{key}.max_steps = None: the run has no end to anneal towards; "
@@ -114,7 +115,7 @@ def build_scheduler(
 
 
 def _instantiate(config: TargetConfig, key: str, first: object) -> object:
-    target = resolve_target(config.target, config.allow)
+    target = resolve_target(config.target, config.allow, f"{key}._target_")
     assert callable(target)
     try:
         return target(first, **config.kwargs)

@@ -76,10 +76,25 @@ def test_validation_sets_are_named_by_their_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "norm"), [({}, 1.0), ({"max_norm": None}, None), ({"max_norm": 0.5}, 0.5), (2, 2), (None, 1.0)]
+    ("given", "norm"), [({}, 1.0), ({"max_norm": None}, None), ({"max_norm": 0.5}, 0.5), (2, 2), (None, None)]
 )
 def test_clipping_is_a_number_or_switched_off(given: Any, norm: float | None) -> None:
-    assert _llm(clip_grad_norm=given).clip_grad_norm.max_norm == norm
+    config = _llm(clip_grad_norm=given)
+    assert config.clip_grad_norm.max_norm == norm
+    assert load_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("given", "meant"), [("bf16", "bf16-mixed"), (32, "32-true"), ("64", "64-true")])
+def test_precision_has_the_spellings_of_lightning(given: Any, meant: str) -> None:
+    assert _llm(precision=given).precision == meant
+
+
+@pytest.mark.parametrize("given", [0, -1.0, "a", {"max_norm": 0}, {"max_norm": None, "max_nrm": 1.0}])
+def test_a_largest_norm_that_is_none_is_one_finding(given: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _llm(clip_grad_norm=given)
+    assert len(refused.value.findings) == 1
+    assert refused.value.findings[0].key.startswith("clip_grad_norm")
 
 
 @pytest.mark.parametrize(

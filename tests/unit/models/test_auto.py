@@ -219,6 +219,7 @@ def test_settings_reach_the_model(tmp_path: Path) -> None:
         ({"dtype": "float16"}, ValueError, "dtype = 'float16'.*repair: dtype='bfloat16'"),
         ({"dtype": "float32", "torch_dtype": "float32"}, ValueError, "one of them"),
         ({"use_liger_kernel": True}, TypeError, "unknown keywords use_liger_kernel"),
+        ({"distributed_setup": "fsdp2"}, TypeError, "a DistributedSetup; repair: DistributedSetup.build"),
         ({"gguf_file": "nothing.gguf"}, ValueError, "nothing.gguf.*no such file"),
         ({"compile_config": CompileConfig(enabled=True, backend="no")}, ValueError, "compile.backend = 'no'"),
     ],
@@ -232,6 +233,8 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_it_is_no_model_itself() -> None:
+    with pytest.raises(ValueError, match="fields with a model_type; repair: model_type='llama'"):
+        shoal.AutoModelForCausalLM.from_config({"hidden_size": 8})
     with pytest.raises(TypeError, match="from_pretrained"):
         shoal.AutoModelForCausalLM()
     with pytest.raises(ValueError, match="was not made parallel by Shoal"):

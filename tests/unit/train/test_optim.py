@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shoal.config import load_config
+from shoal.config import ConfigError, load_config
 from shoal.config.values import TargetConfig
 from shoal.train.optim import build_optimizer, build_scheduler
 from tests.unit.config.base import base, merged
@@ -53,6 +53,14 @@ def test_an_optimizer_that_could_not_step_is_refused_when_it_is_made(
 ) -> None:
     with pytest.raises(ValueError, match=f"^optimizer.*{target}.*{words}"):
         build_optimizer(TargetConfig(target, kwargs), torch.nn.Linear(1, 1))
+
+
+def test_a_class_that_is_not_there_is_refused_by_its_key_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match="optimizer._target_ = .*\n.*\n.*did you mean torch.optim.AdamW?"
+    ) as refused:
+        build_optimizer(TargetConfig("torch.optim.AdamWW"), torch.nn.Linear(1, 1))
+    assert refused.value.findings[0].key == "optimizer._target_"
 
 
 def test_adafactor_steps_whole_weights_and_is_refused_for_sharded_ones() -> None:

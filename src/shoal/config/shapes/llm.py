@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.config import aliases
-from shoal.config.build import FAILED, READERS, Report, build, convert, field_types, join
+from shoal.config.build import FAILED, READERS, Report, build, convert, join
 from shoal.config.llm import (
     CausalLMConfig,
     CheckpointConfig,
@@ -30,6 +30,10 @@ def read_llm(raw: Any, path: str, report: Report) -> Any:
     if block is None:
         return FAILED
     _drop_recipe(block, report)
+    if "clip_grad_norm" in block and block["clip_grad_norm"] is None:  # of other sections null is the default
+        block["clip_grad_norm"] = {"max_norm": None}
+    if isinstance(block.get("precision"), str | int):
+        block["precision"] = aliases.PRECISIONS.get(block["precision"], block["precision"])
     named = {key: block.pop(key) for key in list(block) if _set_name(key) is not None}
     config = build(LLMConfig, block, path, report)
     sets = dict(config.validation_datasets)
@@ -190,12 +194,9 @@ def read_clip(raw: Any, path: str, report: Report) -> Any:
     block = as_mapping(raw, path, report)
     if block is None:
         return FAILED
-    annotation = field_types(ClipGradNormConfig)["max_norm"]
-    if "max_norm" in block:
-        bound = convert(annotation, block["max_norm"], join(path, "max_norm"), report)
-        if bound is None:
-            return ClipGradNormConfig(None)
-    return build(ClipGradNormConfig, block, path, report)
+    built = build(ClipGradNormConfig, block, path, report)
+    # Elsewhere null stands for an absent key, and gives the default.
+    return ClipGradNormConfig(None) if "max_norm" in block and block["max_norm"] is None else built
 
 
 def _named_class(cls: type, targets: frozenset[str]) -> None:
