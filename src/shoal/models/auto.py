@@ -25,6 +25,7 @@ from shoal.config.llm import CompileConfig
 from shoal.config.schema import MixedPrecisionConfig
 from shoal.kernels.attention_hf import register_attention
 from shoal.models.assemble import ModelPlan, Numerics, assemble_in_place
+from shoal.models.fields import configuration_of
 from shoal.models.gguf import converted_gguf
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
@@ -165,8 +166,7 @@ def _configuration(
     if isinstance(config, Mapping):
         if "model_type" not in config:
             raise ValueError(f"config = {dict(config)}: fields with a model_type; repair: model_type='llama'")
-        built = AutoConfig.for_model(**config)
-        return built
+        return configuration_of(config, "config")
     built = AutoConfig.from_pretrained(local_folder(config), trust_remote_code=trust_remote_code)
     return built
 

@@ -14,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shoal.config.dump import plain
 from shoal.config.llm import CausalLMConfig, LLMConfig, PeftConfig
 from shoal.data.byte_tokenizer import byte_tokenizer
+from shoal.kernels.attention import Backend
 from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
 from shoal.kernels.packable import packable
 from shoal.models.assemble import ModelPlan
 from shoal.models.causal_lm import CausalLM
+from shoal.models.fields import configuration_of
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
 from shoal.models.mamba import substitute_mamba
@@ -30,6 +32,8 @@ _ATTENTION = {
     "eager": "eager",
     "te": PACKED_ATTENTION,
 }
+_PACKED_BACKENDS: dict[str, Backend] = {"sdpa": "sdpa", "te": "te"}
+"""Kernels of packed attention by `model.backend.attn`; ``flash`` is transformers' flash_attention_2 here."""
 _PRECISIONS = {"bfloat16": "bf16-true", "float64": "64-true"}
 
 
@@ -54,7 +58,7 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
     hf_config = _hf_config(model, folder)
     attention = attention_name(config)
     if attention == PACKED_ATTENTION:
-        register_attention(PACKED_ATTENTION, "te" if model.backend.attn == "te" else "auto")
+        register_attention(PACKED_ATTENTION, _PACKED_BACKENDS.get(model.backend.attn, "auto"))
 
     def build() -> nn.Module:
         llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -86,12 +90,14 @@ def attention_name(config: LLMConfig) -> str | None:
     assert config.model is not None
     model = config.model
     chosen = model.attn_implementation
-    if chosen == "auto" and model.backend.attn != "auto":
-        return _ATTENTION[model.backend.attn]
+    packed = config.packed_sequence.packed_sequence_size > 0
     if chosen != "auto":
         return chosen
-    ours = config.packed_sequence.packed_sequence_size or config.distributed.sizes.cp_size > 1
-    return PACKED_ATTENTION if ours else None
+    if model.backend.attn == "sdpa" and packed:
+        return PACKED_ATTENTION
+    if model.backend.attn != "auto":
+        return _ATTENTION[model.backend.attn]
+    return PACKED_ATTENTION if packed or config.distributed.sizes.cp_size > 1 else None
 
 
 def lora_arguments(peft: PeftConfig) -> dict[str, Any]:
@@ -159,4 +165,4 @@ def _hf_config(model: CausalLMConfig, folder: Path | None) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     assert model.config is not None and not isinstance(model.config, str)
     fields = plain(model.config)  # transformers fills nested mappings in, which frozen ones refuse
-    return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    return configuration_of(fields, "model.config")

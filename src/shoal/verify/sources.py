@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from shoal.config.dump import plain
 from shoal.config.errors import ConfigError, Finding
+from shoal.models.fields import configuration_of
 from shoal.verify.shrink import Fields
 
 _RULE = "verify-architecture"
@@ -45,9 +46,10 @@ def read_architecture(
             raise ConfigError([Finding(_RULE, option, instead, limit, "check the path")])
         return _from_folder(folder, trust_remote_code)
     if isinstance(name, Mapping):
-        fields = plain(name)
-        config: PreTrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-        return config
+        try:
+            return configuration_of(plain(name), key)
+        except ValueError as error:
+            raise ConfigError([Finding(_RULE, key, dict(name), str(error), "as said there")]) from error
     if Path(name).is_dir():
         return _from_folder(Path(name), trust_remote_code)
     try:

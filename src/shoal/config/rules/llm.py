@@ -74,8 +74,8 @@ def _packs_need_borders(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
         yield Broken(
             "model.attn_implementation", model.attn_implementation, f"{limit}: shoal, flash_attention_2"
         )
-    if model.backend.attn not in ("auto", "flash", "te"):
-        yield Broken("model.backend.attn", model.backend.attn, f"{limit}: flash or te")
+    if model.backend.attn not in ("auto", "sdpa", "flash", "te"):
+        yield Broken("model.backend.attn", model.backend.attn, f"{limit}: sdpa, flash or te")
 
 
 def _eager_has_no_cp(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
