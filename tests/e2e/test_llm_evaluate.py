@@ -97,7 +97,9 @@ def _by_hand(folder: Path, data: Path) -> float:
 def test_kinds_of_paths(run: Path, tmp_path: Path) -> None:
     (checkpoint,) = [path for path in run.iterdir() if path.is_dir()]
     assert kind_of(run) == kind_of(checkpoint) == kind_of(checkpoint / "consolidated") == "llm"
-    assert kind_of("somebody/model") == "llm" and kind_of(tmp_path) == "speech"
+    assert kind_of("somebody/model") == "llm"
+    with pytest.raises(ValueError, match="neither a run"):
+        kind_of(tmp_path)
     (tmp_path / "config.yaml").write_text("model: {}\ntrainer: {}\ndata: {}\n")
     assert kind_of(tmp_path) == "speech"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.config.schema import ContextMethod
+from shoal.kernels.attention_hf import register_attention
 from shoal.kernels.packable import PACKABLE
 from shoal.parallel.context.share import make_context_parallel
 from tests.unit.kernels.families import VOCAB, InDouble, tiny_model
@@ -64,7 +65,8 @@ def on_ranks(family: str, method: ContextMethod) -> dict[str, Tensor]:
     with InDouble():
         model = tiny_model(family, attention="sdpa" if tiny_model(family)._supports_sdpa else "eager")
         if not model._supports_sdpa:
-            model.config._attn_implementation = "shoal"  # what the recipe builds it with
+            register_attention("shoal")  # what the recipe builds it with
+            model.config._attn_implementation = "shoal"
         share = make_context_parallel(model, group, method).share(batch := micro_batch())
         logits = model(
             input_ids=share.tokens(batch["input_ids"]),

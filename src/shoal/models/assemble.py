@@ -55,6 +55,7 @@ class ModelPlan:
         weights: Which submodules come from which folders; everything else starts from `seed`.
         llm: Name of the submodule that LoRA and `checkpoint_llm` apply to; empty for the module itself.
         lora: A `peft.LoraConfig`, or its arguments, or None.
+        lora_key: Where the user names the modules to adapt, for messages.
         freeze: Regular expressions of parameter names that do not train.
         keep: Regular expressions that win over `freeze`.
         checkpoint_llm: Recompute the layers of the LLM in backward.
@@ -68,6 +69,7 @@ class ModelPlan:
     weights: Sequence[WeightSource] = ()
     llm: str = "llm"
     lora: Mapping[str, Any] | LoraConfig | None = None
+    lora_key: str = "target_modules"
     freeze: Sequence[str] = ()
     keep: Sequence[str] = ()
     checkpoint_llm: bool = False
@@ -155,7 +157,7 @@ def _build(plan: ModelPlan, numerics: Numerics, setup: DistributedSetup | None) 
         module = plan.build()
     llm = module.get_submodule(plan.llm)
     if plan.lora is not None:
-        add_lora(_submodule(module, plan.llm), plan.lora)
+        add_lora(_submodule(module, plan.llm), plan.lora, plan.lora_key)
     cast_stored(module, numerics.stored)  # adapters too: the parameters of one sharding unit share a dtype
     keep = [*plan.keep, ADAPTER_PATTERN] if plan.lora is not None else plan.keep
     for pattern in freeze_parameters(module, plan.freeze, keep):

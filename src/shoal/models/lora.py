@@ -18,7 +18,9 @@ ADAPTER_PATTERN = r"^.+\.lora_.+$"
 """Names of adapter parameters; they train even when everything around them is frozen."""
 
 
-def add_lora(model: PreTrainedModel, options: Mapping[str, Any] | LoraConfig) -> None:
+def add_lora(
+    model: PreTrainedModel, options: Mapping[str, Any] | LoraConfig, key: str = "target_modules"
+) -> None:
     """Adds adapters in place and freezes the rest of `model`, as peft does.
 
     An adapted layer keeps its own weight under ``NAME.base_layer.weight``.
@@ -26,6 +28,7 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any] | LoraConfig) ->
     Args:
         model: A causal LM with parameters on the meta device.
         options: A `peft.LoraConfig`, or its arguments: r, lora_alpha, lora_dropout, target_modules, ...
+        key: Where the user names the modules, for messages.
 
     Raises:
         ValueError: No module of the model matches `target_modules`.
@@ -40,9 +43,7 @@ def add_lora(model: PreTrainedModel, options: Mapping[str, Any] | LoraConfig) ->
         linear = {
             name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
         }
-        raise ValueError(
-            f"target_modules of the adapters: {error} Linear layers here: {', '.join(sorted(linear))}"
-        ) from error
+        raise ValueError(f"{key}: {error} Linear layers here: {', '.join(sorted(linear))}") from error
 
 
 def adapted_modules(model: nn.Module) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ def causal_lm_plan(config: LLMConfig) -> ModelPlan:
         build,
         weights=() if folder is None else (WeightSource("llm", folder),),
         lora=None if config.peft is None else lora_arguments(config.peft),
+        lora_key="peft.target_modules",
         checkpoint_llm=bool(config.distributed.activation_checkpointing),
         compile=config.compile if config.compile.enabled else None,
         seed=config.rng.seed,

@@ -76,6 +76,7 @@ def salm_plan(config: SalmConfig, placeholder_id: int, *, seed: int, sample_rate
         weights=(WeightSource("llm", llm_folder), encoder) if config.pretrained_weights else (),
         perception="perception",
         lora=None if config.lora is None else _lora_arguments(config),
+        lora_key="model.lora.target_modules",
         freeze=config.freeze_params,
         keep=config.prevent_freeze_params,
         seed=seed,
