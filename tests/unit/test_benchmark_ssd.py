@@ -13,7 +13,7 @@ def row(tokens: int, **changes: Any) -> dict[str, Any]:
     sizes = {kind: {"seconds": 1.0, "bytes": 1000.0 + 10 * tokens} for kind in ssd.KINDS}
     return {
         "case": "a",
-        "part": "layer",
+        "part": ssd.SPEED_PART,
         "tokens": tokens,
         **sizes,
         "time_ratio": 2.5,
@@ -37,8 +37,9 @@ def test_memory_that_grows_with_the_square_is_no_line() -> None:
 def test_missed_targets_are_named() -> None:
     assert ssd.verdicts([row(512, time_ratio=1.5), row(2048)], {}) == []
     assert ssd.verdicts([row(2048, time_ratio=1.5)], {}) == [
-        "a, layer, 2048 tokens: 1.50 times as fast < 2.0"
+        "a, convolution and scan, 2048 tokens: 1.50 times as fast < 2.0"
     ]
+    assert ssd.verdicts([row(2048, part="layer", time_ratio=1.5)], {}) == []  # bounded by its projections
     (wrong,) = ssd.verdicts([row(512, largest_difference=1e-2)], {})
     assert "numbers differ by 1.0e-02" in wrong
 
@@ -57,7 +58,8 @@ def test_what_was_measured() -> None:
     assert result["modified_files"] == 0 and Path(ssd.__file__).name == "ssd.py"
     assert result["missed"] == ssd.verdicts(result["rows"], result["memory_fits"])
     at_target = {(r["case"], r["part"]): r["time_ratio"] for r in result["rows"] if r["tokens"] == 2048}
-    assert at_target["Mamba-2 130M", "layer"] >= ssd.SPEED_LIMIT
-    assert all(ratio > 1 for ratio in at_target.values())
+    assert result["missed"] == [] and result["bounds"] == ssd.bounds(result["rows"])
+    assert all(at_target[case, ssd.SPEED_PART] >= ssd.SPEED_LIMIT for case in ssd.CASES)
+    assert all(1 < at_target[case, "layer"] < result["bounds"][case] for case in ssd.CASES)
     assert max(r["largest_difference"] for r in result["rows"]) <= ssd.TOLERANCE
     assert max(fit["shoal"]["excess"] for fit in result["memory_fits"].values()) <= ssd.FIT_LIMIT
