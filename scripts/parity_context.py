@@ -9,7 +9,8 @@ process: initial weights, losses, gradient norms, every gradient by name and the
 It shows the largest relative error of all of these. The plain process has each document or conversation in a padded row
 of its own, attention and Mamba layers of transformers, and none of the parallel code. Every layout runs on gloo; `sp`
 is sequence parallelism. Layouts of several data-parallel ranks recompute activations, except where routers or Mamba
-layers cast to float32, which the harness prevents only where they are computed the first time.
+layers cast to float32, which the harness prevents only where they are computed the first time. Layouts run in the
+order of their ranks, up to 32 of them; what a call did not get to is `not run`.
 """
 
 from __future__ import annotations
