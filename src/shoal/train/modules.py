@@ -10,7 +10,8 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +82,7 @@ class ShoalModule(pl.LightningModule):
         self.stream_position = StreamPosition()
         self.stop_agreed = False
         self.last_result: StepResult | None = None
+        self.left_out: Counter[str] = Counter()
         self.step_values: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
         self.layout = ""
@@ -179,12 +181,18 @@ class ShoalModule(pl.LightningModule):
             header=header,
         )
         self.last_result = result
+        self._count_left_out(batch.skipped)
         self._log_step(result, is_packed="cu_seqlens" in batch.micro_batches[0])
         if (scheduler := self._scheduler()) is not None:
             scheduler.step()
         self.stream_position = batch.position
         self.stop_agreed = header.stop_requested
         return torch.tensor(result.loss, dtype=torch.float64)
+
+    @override
+    def on_train_end(self) -> None:
+        if self.left_out:
+            log.warning("left out of the data, or cut, by reason: %s", dict(self.left_out))
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -223,6 +231,14 @@ class ShoalModule(pl.LightningModule):
         for name, value in values.items():
             self.last_validation[f"val_{name}{suffix}"] = value
             self.log(f"val_{name}{suffix}", value, prog_bar=not suffix, batch_size=1)
+
+    def _count_left_out(self, skipped: Mapping[str, int]) -> None:
+        """Tells of every reason once, when it comes up; `on_train_end` tells the sums of this rank."""
+        for reason in skipped.keys() - self.left_out.keys():
+            log.warning(
+                "step %d: %d left out of the data, or cut: %s", self.global_step, skipped[reason], reason
+            )
+        self.left_out.update(skipped)
 
     def _log_step(self, result: StepResult, *, is_packed: bool) -> None:
         now = time.perf_counter()
