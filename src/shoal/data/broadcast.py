@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from shoal.data.channel import BroadcastError, Channel, Kind, Parcel, Stamp
 from shoal.data.packet import pack, unpack
 from shoal.data.position import StreamPosition
+from shoal.data.worker_deaths import workers_awaited
 from shoal.mesh.axes import MeshAxisName
 from shoal.mesh.context import MeshContext
 
@@ -219,10 +220,11 @@ class _Started(Generic[T]):
         self._iterator: Iterator[T] | None = None
 
     def next(self) -> T | object:
-        if self._iterator is None:
-            assert self._source is not None
-            self._iterator = iter(self._source)
-        return next(self._iterator, END)
+        with workers_awaited():
+            if self._iterator is None:
+                assert self._source is not None
+                self._iterator = iter(self._source)
+            return next(self._iterator, END)
 
 
 @dataclass(frozen=True)

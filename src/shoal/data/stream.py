@@ -19,6 +19,7 @@ from shoal.data.micro_batches import MicroBatchStream
 from shoal.data.position import START, StreamPosition
 from shoal.data.seeds import worker_init
 from shoal.data.steps import StepSampler
+from shoal.data.worker_deaths import awaited
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class StepLoader(DataLoader[StepBatch]):
         and raising it here would leave the other ranks waiting.
         """
         try:
-            for batch in super().__iter__():
+            for batch in awaited(super().__iter__):
                 self.sampler.position = batch.position
                 yield batch
         except Exception as error:
