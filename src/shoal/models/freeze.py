@@ -18,8 +18,16 @@ def freeze_parameters(model: nn.Module, freeze: Sequence[str], keep: Sequence[st
         Patterns that matched nothing, for the caller to report.
 
     Raises:
-        ValueError: Nothing is left to train.
+        ValueError: A pattern is no regular expression, or nothing is left to train.
     """
+    for pattern in (*freeze, *keep):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{pattern!r} (freeze_params, prevent_freeze_params) is no regular expression: {error}; "
+                "repair: escape what is meant literally, as in '^llm[.]model[.]'"
+            ) from None
     used: set[str] = set()
 
     def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -47,7 +47,7 @@ def llm_experiment(config: LLMConfig, world_size: int) -> Experiment:
         saving = _saving(config, folder)
         callbacks += [
             ResumeRun(lambda: restore_path(config.checkpoint, folder)),
-            RunRecord(folder, config.to_dict(), layout),
+            RunRecord(folder, config.to_dict(), layout, "checkpoint.checkpoint_dir"),
             StepHistory(str(folder / "training.jsonl")),
             ValidationHistory(folder / "validation.jsonl"),
             SignalStop(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,7 +50,9 @@ def first_output(
             if lost is not None:
                 found.append((order.index(name), Difference(name, index, rank, float("inf"), lost)))
                 break
-            pair = _comparable(captured, "outputs", expected, name, ranks[rank].coordinate.tp, tp_size)
+            pair = _comparable(
+                captured.outputs, expected, name, captured.share, ranks[rank].coordinate.tp, tp_size
+            )
             if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
                 found.append((order.index(name), Difference(name, index, rank, error)))
                 break
@@ -82,7 +83,9 @@ def last_gradient(
         largest = largest_entry(expected)
         order = [name for name in reversed(list(plain[index].outputs)) if name in layers]
         for name in order:
-            pair = _comparable(captured, "gradients", expected, name, ranks[rank].coordinate.tp, axes["tp"])
+            pair = _comparable(
+                captured.gradients, expected, name, captured.share, ranks[rank].coordinate.tp, axes["tp"]
+            )
             if pair is not None and not (error := error_of(*pair, largest)) <= tolerance:
                 found.append((order.index(name), Difference(name, index, rank, error)))
                 break
@@ -102,29 +105,28 @@ def _runs(
 
 
 def _comparable(
-    captured: Captured,
-    kind: Literal["outputs", "gradients"],
+    actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     name: str,
+    share: TokenShare | None,
     tp_rank: int,
     tp_size: int,
 ) -> tuple[Tensor, Tensor] | None:
     """A rank's tensor and the part of the whole one that it should be; None where that is not known.
 
-    Tokens (the second dim) are dealt to the context-parallel ranks as `Captured.share` says, and these spread over
+    Tokens (the second dim) are dealt to the context-parallel ranks as `share` says, and these spread over
     the tensor-parallel ranks in equal runs, the last one padded. Tensors cut along features are left out: families
     order the parts differently.
     """
-    actual: Mapping[str, Tensor] = getattr(captured, kind)
     if name not in actual or name not in expected:
         return None
     mine, whole = actual[name], expected[name]
     if mine.shape == whole.shape:
         return mine, whole
     is_real = whole.new_ones(whole.shape[1:2], dtype=torch.bool) if whole.dim() > 1 else None
-    if captured.share is not None and _has_tokens(whole, captured.share):
-        is_real = captured.share.is_real
-        whole = whole.flatten(0, 1)[captured.share.index][None]
+    if share is not None and _has_tokens(whole, share):
+        is_real = share.is_real
+        whole = whole.flatten(0, 1)[share.index][None]
     if (
         is_real is None
         or mine.dim() < 3

@@ -229,6 +229,12 @@ def test_stored_dtype_and_frozen_parameters_survive_loading(tmp_path: Path) -> N
     assert module.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
 
 
+@pytest.mark.parametrize("keys", [{"freeze": ("llm.(",)}, {"freeze": ("^x",), "keep": ("llm.(",)}])
+def test_a_pattern_that_is_none_is_refused(tmp_path: Path, keys: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"'llm\.\(' .*is no regular expression: .*; repair: escape"):
+        assemble(causal_lm_plan(save(tmp_path), **keys), None, Numerics(), CPU)
+
+
 def test_freezing_everything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\['\.\*'\] freezes every parameter.*freeze_params"):
         assemble(causal_lm_plan(save(tmp_path), freeze=(".*",)), None, Numerics(), CPU)

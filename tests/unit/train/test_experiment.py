@@ -269,7 +269,9 @@ def test_a_directory_that_cannot_be_written_is_an_error_on_every_rank(ranks, tmp
     (tmp_path / "file").write_text("in the way")
     messages = ranks(_unwritable, 2, tmp_path, init=False)
     assert messages[0] == messages[1]
-    assert "rank 0" in messages[0] and str(tmp_path / "file") in messages[0]
+    key = f"exp_manager.explicit_log_dir = {str(tmp_path / 'file' / 'run')!r}"
+    assert messages[0].startswith(f"rank 0: {key}: this run cannot make its directory")
+    assert "repair: name one" in messages[0]
 
 
 @pytest.mark.parametrize("text", ["3:50", "00:3:50:00", "1 hour", "00:00:00:00:00"])

@@ -89,24 +89,15 @@ class ContextParallel:
         Raises:
             ValueError: On every rank, when they did not get the same micro-batch.
         """
-        ids = micro_batch["input_ids"]
         starts, lengths = _documents(micro_batch)
         layout = DualChunks(lengths, self.group.size(), self.group.rank())
         refuse_disagreement(
-            [
-                *(
-                    sum(lengths),
-                    _digest(torch.tensor(lengths)),
-                    _digest(ids),
-                    _digest(micro_batch["loss_mask"]),
-                ),
-                _digest_of_all(micro_batch),
-            ],
+            [sum(lengths), _digest_of_all(micro_batch)],
             self.group,
-            "the micro-batch (number of tokens, digests of the documents' lengths, of ids, of the mask, of all of it)",
+            "the micro-batch (number of tokens, digest of all its tensors)",
             "give all cp ranks of a data-parallel coordinate the same data",
         )
-        index, is_real = local_index(layout, starts, ids.device)
+        index, is_real = local_index(layout, starts, micro_batch["input_ids"].device)
         return Share(index, is_real, AttentionContext(layout, self.group, self.method, self.backend))
 
 
