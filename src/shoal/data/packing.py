@@ -8,8 +8,8 @@ positions restart, and attention gets the borders.
   would be wrong to let a document vanish because of its neighbour's length.
 - A document longer than a pack is split into pieces of a whole pack and a rest, or dropped; both are counted. A
   piece is a document of its own: its first token is not supervised and sees nothing before it.
-- Under context parallelism each document is rounded up to a multiple of 2 * cp_size tokens, which count as room
-  taken; `round_to` is that multiple.
+- What context parallelism adds to a document, so that every rank gets as much of it, comes later and takes no room
+  here (`shoal.parallel.context.split`): packs are the same for every cp_size.
 """
 
 from __future__ import annotations
@@ -22,36 +22,25 @@ from typing import Literal
 from shoal.data.text import Piece
 
 
-def rounded(length: int, round_to: int) -> int:
-    """Returns the tokens of a pack that a document of `length` takes.
-
-    >>> [rounded(length, 4) for length in (0, 1, 4, 5)]
-    [0, 4, 4, 8]
-    """
-    return -(-length // round_to) * round_to
-
-
 def fit_to_pack(
     pieces: Iterable[Piece],
     size: int,
     *,
     long_documents: Literal["split", "drop"],
     counts: Counter[str],
-    round_to: int = 1,
 ) -> Iterator[Piece]:
     """Yields pieces that fit a pack, in order.
 
     Args:
         pieces: Documents, or pieces of them, in order.
-        size: Tokens of a pack, a multiple of `round_to`.
+        size: Tokens of a pack.
         long_documents: What happens to a document longer than a pack.
         counts: Counts ``empty_document``, ``split_document`` and ``longer_than_pack``.
-        round_to: Multiple to which a document is rounded up.
     """
     for piece in pieces:
         if piece.length == 0:
             counts["empty_document"] += 1
-        elif rounded(piece.length, round_to) <= size:
+        elif piece.length <= size:
             yield piece
         elif long_documents == "drop":
             counts["longer_than_pack"] += 1
@@ -70,24 +59,21 @@ def split(piece: Piece, size: int) -> Iterator[Piece]:
         yield Piece(piece.document, piece.start + start, min(size, piece.length - start))
 
 
-def pack_greedily(pieces: Iterable[Piece], size: int, *, round_to: int = 1) -> Iterator[tuple[Piece, ...]]:
+def pack_greedily(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
     """Fills one pack after the other in the order of the pieces; each piece must fit a pack."""
     pack: list[Piece] = []
     room = size
     for piece in pieces:
-        taken = rounded(piece.length, round_to)
-        if taken > room:
+        if piece.length > room:
             yield tuple(pack)
             pack, room = [], size
         pack.append(piece)
-        room -= taken
+        room -= piece.length
     if pack:
         yield tuple(pack)
 
 
-def pack_best_fit(
-    pieces: Iterable[Piece], size: int, *, open_packs: int, round_to: int = 1
-) -> Iterator[tuple[Piece, ...]]:
+def pack_best_fit(pieces: Iterable[Piece], size: int, *, open_packs: int) -> Iterator[tuple[Piece, ...]]:
     """Puts each piece into the open pack where it leaves the least room.
 
     A full pack is yielded at once. When no open pack has room and `open_packs` are open, the fullest is yielded
@@ -98,14 +84,12 @@ def pack_best_fit(
         pieces: In order; each must fit a pack.
         size: Tokens of a pack.
         open_packs: Packs held at once.
-        round_to: Multiple to which a piece is rounded up.
     """
     packs: dict[int, list[Piece]] = {}
     rooms: list[tuple[int, int]] = []  # (room left, number of the pack), ascending
     number = 0
     for piece in pieces:
-        taken = rounded(piece.length, round_to)
-        place = bisect_left(rooms, (taken, -1))
+        place = bisect_left(rooms, (piece.length, -1))
         if place == len(rooms):
             if len(rooms) == open_packs:
                 yield tuple(packs.pop(rooms.pop(0)[1]))
@@ -115,8 +99,8 @@ def pack_best_fit(
         else:
             room, chosen = rooms.pop(place)
         packs[chosen].append(piece)
-        if room > taken:
-            insort(rooms, (room - taken, chosen))
+        if room > piece.length:
+            insort(rooms, (room - piece.length, chosen))
         else:
             yield tuple(packs.pop(chosen))
     for _, chosen in rooms:

@@ -30,7 +30,6 @@ class TextStream:
         shuffle: A new permutation of all documents in each epoch; False keeps their order.
         drop_last: Leaves an unfinished last step out.
         key: Key path of `config`, for messages.
-        round_to: Multiple to which a packed document is rounded up, see `shoal.data.packing`.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class TextStream:
         shuffle: bool,
         drop_last: bool,
         key: str,
-        round_to: int = 1,
     ) -> None:
         self.key = key
         self.drop_last = drop_last
@@ -52,7 +50,6 @@ class TextStream:
         self._packing = packing
         self._rows = rows
         self._shuffle = shuffle
-        self._round_to = round_to
 
     def epoch(self, epoch: int, order_seed: int) -> EpochStream:
         """Returns the micro-batches of one epoch in their order."""
@@ -63,14 +60,12 @@ class TextStream:
         return EpochStream(islice(self._packs(pieces, counts), self._packing.max_packs), counts)
 
     def _packs(self, pieces: Iterator[Piece], counts: Counter[str]) -> Iterator[tuple[Piece, ...]]:
-        packing, round_to = self._packing, self._round_to
+        packing = self._packing
         size = packing.packed_sequence_size
-        fitting = fit_to_pack(
-            pieces, size, long_documents=packing.long_documents, counts=counts, round_to=round_to
-        )
+        fitting = fit_to_pack(pieces, size, long_documents=packing.long_documents, counts=counts)
         if packing.packing_strategy == "greedy":
-            return pack_greedily(fitting, size, round_to=round_to)
-        return pack_best_fit(fitting, size, open_packs=packing.open_packs, round_to=round_to)
+            return pack_greedily(fitting, size)
+        return pack_best_fit(fitting, size, open_packs=packing.open_packs)
 
     def _pieces(self, epoch: int, order_seed: int, counts: Counter[str]) -> Iterator[Piece]:
         longest, config = self._config.seq_length, self._config

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.packing import fit_to_pack, pack_best_fit, pack_greedily, rounded
+from shoal.data.packing import fit_to_pack, pack_best_fit, pack_greedily
 from shoal.data.text import Piece
 
 Packer = Callable[..., Iterator[tuple[Piece, ...]]]
@@ -21,8 +21,8 @@ def documents(lengths: Iterable[int]) -> list[Piece]:
     return [Piece(index, 0, length) for index, length in enumerate(lengths)]
 
 
-def packs_of(packer: Packer, lengths: Iterable[int], size: int, **options: int) -> list[list[int]]:
-    return [[piece.length for piece in pack] for pack in packer(documents(lengths), size, **options)]
+def packs_of(packer: Packer, lengths: Iterable[int], size: int) -> list[list[int]]:
+    return [[piece.length for piece in pack] for pack in packer(documents(lengths), size)]
 
 
 @pytest.mark.parametrize("name", PACKERS)
@@ -30,30 +30,28 @@ def packs_of(packer: Packer, lengths: Iterable[int], size: int, **options: int) 
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=60),
     size=st.sampled_from([8, 12, 16]),
-    round_to=st.sampled_from([1, 2, 4]),
     long_documents=st.sampled_from(["split", "drop"]),
 )
 def test_every_token_is_in_one_pack_or_counted(
-    name: str, lengths: list[int], size: int, round_to: int, long_documents: str
+    name: str, lengths: list[int], size: int, long_documents: str
 ) -> None:
     counts: Counter[str] = Counter()
     pieces = fit_to_pack(
         documents(lengths),
         size,
-        long_documents=long_documents,
+        long_documents=long_documents,  # type: ignore[arg-type]
         counts=counts,
-        round_to=round_to,  # type: ignore[arg-type]
     )
-    packs = list(PACKERS[name](pieces, size, round_to=round_to))
+    packs = list(PACKERS[name](pieces, size))
     assert all(packs)
-    assert all(sum(rounded(piece.length, round_to) for piece in pack) <= size for pack in packs)
+    assert all(sum(piece.length for piece in pack) <= size for pack in packs)
     tokens = Counter(
         (piece.document, place)
         for pack in packs
         for piece in pack
         for place in range(piece.start, piece.start + piece.length)
     )
-    long = [length for length in lengths if rounded(length, round_to) > size]
+    long = [length for length in lengths if length > size]
     kept = {
         (index, place)
         for index, length in enumerate(lengths)
@@ -96,7 +94,6 @@ def test_edge_cases(name: str) -> None:
     assert packs_of(packer, [], 8) == []
     assert packs_of(packer, [1, 1, 1], 2) == [[1, 1], [1]]
     assert packs_of(packer, [8, 8], 8) == [[8], [8]]  # exactly full
-    assert packs_of(packer, [5, 3], 8, round_to=4) == [[5], [3]]  # 8 + 4 after rounding
 
 
 def test_a_piece_of_a_long_document_knows_where_it_stands() -> None:
@@ -104,9 +101,3 @@ def test_a_piece_of_a_long_document_knows_where_it_stands() -> None:
     pieces = list(fit_to_pack([Piece(3, 2, 7)], 3, long_documents="split", counts=counts))
     assert pieces == [Piece(3, 2, 3), Piece(3, 5, 3), Piece(3, 8, 1)]
     assert counts == {"split_document": 1}
-
-
-def test_split_pieces_fit_after_rounding() -> None:
-    counts: Counter[str] = Counter()
-    pieces = list(fit_to_pack([Piece(0, 0, 13)], 8, long_documents="split", counts=counts, round_to=4))
-    assert [piece.length for piece in pieces] == [8, 5]
