@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_twenty_steps_are_the_same_under_every_strategy(
     assert [line["step"] for line in validations] == [10, 20]
     for mine, theirs in zip(validations, lines(expected[kind], "validation"), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-8)
+
+
+def what_is_told(rank: int, world: int, mapping: dict[str, Any]) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    train(rank, world, mapping)
+    return [line for line in told if "left out" in line]
+
+
+def test_one_rank_tells_what_the_data_leaves_out(ranks: RankRunner, root: Path, tmp_path: Path) -> None:
+    run = run_of(root, tmp_path / "run", "packs", {"strategy": "fsdp2", "cp_size": 2})
+    run["packed_sequence"] = {"packed_sequence_size": 32, "long_documents": "drop"}
+    run["step_scheduler"] = {**run["step_scheduler"], "max_steps": 4}
+    first, *others = ranks(what_is_told, 4, run, init=False, timeout=120)
+    assert len(first) == 2 and all("longer_than_pack" in line for line in first)
+    assert others == [[], [], []]
 
 
 def test_training_learns_and_validates_by_name(expected: dict[str, Path]) -> None:

@@ -191,7 +191,7 @@ class ShoalModule(pl.LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        if self.left_out:
+        if self.left_out and self._is_first_of_peers():
             log.warning("left out of the data, or cut, by reason: %s", dict(self.left_out))
 
     @override
@@ -233,12 +233,20 @@ class ShoalModule(pl.LightningModule):
             self.log(f"val_{name}{suffix}", value, prog_bar=not suffix, batch_size=1)
 
     def _count_left_out(self, skipped: Mapping[str, int]) -> None:
-        """Tells of every reason once, when it comes up; `on_train_end` tells the sums of this rank."""
-        for reason in skipped.keys() - self.left_out.keys():
+        """Tells of every reason once, when it comes up; `on_train_end` tells the sums of this rank's data."""
+        for reason in skipped.keys() - self.left_out.keys() if self._is_first_of_peers() else ():
             log.warning(
                 "step %d: %d left out of the data, or cut: %s", self.global_step, skipped[reason], reason
             )
         self.left_out.update(skipped)
+
+    def _is_first_of_peers(self) -> bool:
+        """Whether this rank speaks for those that get the same data."""
+        setup = distributed_setup(self.trainer.strategy)
+        if setup is None:
+            return True
+        place = setup.mesh_context.coordinate
+        return not (place.pp or place.cp or place.tp)
 
     def _log_step(self, result: StepResult, *, is_packed: bool) -> None:
         now = time.perf_counter()
