@@ -54,16 +54,19 @@ def test_four_ranks_share_two_key_value_heads(tmp_path: Path) -> None:
     assert "tp-divides-kv-heads" not in found and "cp-divides-mamba-heads" in found
 
 
+def test_mamba_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
+    found = _findings(tmp_path, SHAPE, 4, cp_size=4, distributed_config=BY_HEADS)
+    heads = found["cp-divides-mamba-heads"]
+    assert (heads.key, heads.value) == ("trainer.strategy.distributed_config.mamba_cp", "all_to_all")
+    assert heads.limit == "state: cp_size = 4 does not divide the 6 heads of the model's Mamba layers"
+    assert heads.repair == "mamba_cp: auto"
+
+
 @pytest.mark.parametrize(
     ("sizes", "rule", "limit"),
     [
         ({"tp_size": 3}, "tp-divides-heads", "8 attention heads: 1, 2, 4, 8"),
         ({"ep_size": 4}, "ep-divides-experts", "6 experts: 1, 2, 3, 6"),
-        (
-            {"cp_size": 4, "distributed_config": BY_HEADS},
-            "cp-divides-mamba-heads",
-            "6 Mamba heads: 1, 2, 3, 6",
-        ),
         ({"pp_size": 4}, "pp-fits-layers", "3 layers"),
     ],
 )

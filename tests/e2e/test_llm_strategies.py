@@ -115,4 +115,4 @@ def test_a_run_says_how_it_was_made(expected: dict[str, Path]) -> None:
     }
     assert json.loads((folder / "layout.json").read_text())["strategy"] == "ddp"
     config = load_config(folder / "config.yaml")
-    assert isinstance(config, LLMConfig) and config.packed_sequence.packed_sequence_size == 96
+    assert isinstance(config, LLMConfig) and config.packed_sequence.packed_sequence_size == 95

@@ -43,8 +43,8 @@ def write_chats(root: Path, name: str, num_rows: int, seed: int) -> Path:
     return file
 
 
-PACKED: dict[str, Any] = {
-    "packed_sequence": {"packed_sequence_size": 96, "packing_strategy": "best_fit", "open_packs": 4},
+PACKED: dict[str, Any] = {  # a size that no number of ranks divides
+    "packed_sequence": {"packed_sequence_size": 95, "packing_strategy": "best_fit", "open_packs": 4},
     "step_scheduler": {"global_batch_size": 4, "local_batch_size": 1},
 }
 

@@ -137,12 +137,6 @@ BROKEN: tuple[tuple[str, str, int | None, dict[str, Any]], ...] = (
         None,
         {"packed_sequence": {"packed_sequence_size": 8}, "step_scheduler": {"local_batch_size": 2}},
     ),
-    (
-        "packing-divides-by-cp",
-        "llm",
-        4,
-        {"packed_sequence": {"packed_sequence_size": 9}, **_distributed(cp_size=2)},
-    ),
     ("global-batch-divides", "llm", 5, {}),
     ("cp-method-needs-cp", "llm", 4, _distributed(cp_method="ulysses")),
     ("te-installed", "llm", None, {"model": {"backend": {"attn": "te"}}}),

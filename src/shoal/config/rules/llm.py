@@ -20,14 +20,6 @@ def _packing_needs_one_row(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
         )
 
 
-def _packing_divides_by_cp(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
-    size, cp_size = config.packed_sequence.packed_sequence_size, config.distributed.sizes.cp_size
-    if size % cp_size:
-        limit = f"a multiple of cp_size = {cp_size}"
-        repair = f"packed_sequence_size: {max(1, size // cp_size) * cp_size}"
-        yield Broken("packed_sequence.packed_sequence_size", size, limit, repair)
-
-
 def _batch_divides(config: LLMConfig, facts: Facts) -> Iterator[Broken]:
     steps, dp_size = config.step_scheduler, layout_of(config, facts.world_size).dp_size
     if dp_size is None or steps.global_batch_size % (steps.local_batch_size * dp_size) == 0:
@@ -280,14 +272,6 @@ LLM_RULES: tuple[Rule, ...] = (
         _packing_needs_one_row,
         "a pack is a batch already",
         "step_scheduler.local_batch_size: 1",
-    ),
-    Rule(
-        "packing-divides-by-cp",
-        "llm",
-        ("packed_sequence", "distributed"),
-        _packing_divides_by_cp,
-        "every context-parallel rank holds the same number of tokens",
-        "use a multiple",
     ),
     Rule(
         "global-batch-divides",

@@ -99,9 +99,12 @@ def _mamba_method_needs_cp(config: Config, facts: Facts) -> Iterator[Broken]:
 
 
 def _mamba_heads(config: Config, facts: Facts) -> Iterator[Broken]:
-    _, options = _fsdp2_options(config)
-    if options is not None and options.mamba_cp == "all_to_all":
-        yield from _divides("cp_size", "num_mamba_heads", "Mamba heads")(config, facts)
+    key, options = _fsdp2_options(config)
+    cp_size, heads = sizes_of(config).cp_size, (facts.shape or ModelShape()).num_mamba_heads
+    if options is None or options.mamba_cp != "all_to_all" or heads is None or heads % cp_size == 0:
+        return
+    limit = f"state: cp_size = {cp_size} does not divide the {heads} heads of the model's Mamba layers"
+    yield Broken(f"{key}.mamba_cp", "all_to_all", limit)
 
 
 def _heads_for_ulysses(config: Config, facts: Facts) -> Iterator[Broken]:
