@@ -33,7 +33,7 @@ def test_the_resumed_run_does_the_next_epoch_in_its_own_order(tmp_path, steps_pe
 
     saved = first[-1].position
     # The same place, written by a run that counts steps without knowing that the epoch has ended.
-    uncounted = replace(first[-2].position, consumed=6)
+    uncounted = replace(first[-2].position, consumed=12)
     for position in (saved, uncounted):
         assert [batch_ids(batch) for batch in loader(position)] == second
     left = [batch_ids(batch) for batch in islice(loader(first[3].position), 2)]

@@ -75,6 +75,32 @@ def test_stopped_and_resumed_elsewhere_is_the_uninterrupted_run(
         assert mine == pytest.approx(theirs, rel=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("fsdp2-4", 2), ("ddp-2", 1)), (("ddp-2", 1), ("one", 8)), (("one", 4), ("ddp-2", 2))],
+)
+def test_rows_of_a_micro_batch_may_change_at_resume(
+    ranks: RankRunner,
+    root: Path,
+    tmp_path: Path,
+    whole: dict[str, list[dict[str, float]]],
+    first: tuple[str, int],
+    second: tuple[str, int],
+) -> None:
+    for (layout, rows), stop, restore in (
+        (first, 3, None),
+        (second, 8, "latest"),
+    ):  # on into the second epoch
+        run = run_of(root, tmp_path, "rows", layout, stop, restore)
+        run["step_scheduler"]["local_batch_size"] = rows
+        ranks(train, LAYOUTS[layout][0], run, init=False, timeout=120)
+    steps = lines(tmp_path, "training")
+    assert [line.pop("step") for line in steps] == list(range(1, 9))
+    for mine, theirs in zip(steps, whole["rows"], strict=False):
+        del mine["padding_share"]  # that of other micro-batches
+        assert mine == pytest.approx({key: theirs[key] for key in mine}, rel=1e-8)
+
+
 def test_the_first_epoch_of_the_rows_has_six_steps(root: Path) -> None:
     """What the stop at the end of an epoch above relies on."""
     from shoal.train.llm_data import TextData

@@ -37,7 +37,7 @@ from shoal.checkpoint.rng import RandomState
 from shoal.checkpoint.snapshot import SaveOptions, Snapshot
 from shoal.checkpoint.store import MANIFEST_NAME, CheckpointError, CheckpointStore, write_json
 
-FORMAT = 1
+FORMAT = 2  # 1 counted micro-batches where the position now counts examples
 STATE_NAME = "state.json"
 _MODEL_FILE_BYTES = 10**9
 

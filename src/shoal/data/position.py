@@ -20,7 +20,8 @@ class StreamPosition:
 
     Args:
         epoch: Number of the pass over the data.
-        consumed: Global micro-batches of this epoch that optimizer steps have taken.
+        consumed: Examples of this epoch that optimizer steps have taken. Examples and not micro-batches, so that a run
+            may be resumed with another size of these.
         order_seed: The seed that ordered this epoch; None at a start, where the configuration decides. Saved,
             so that a run resumed under another seed replays the order it has already consumed.
         digest: Hash of the names of the consumed examples in order; a replay that differs is noticed.

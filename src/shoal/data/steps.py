@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from torch.utils.data import Sampler
@@ -160,7 +160,7 @@ class StepSampler(Sampler[StepPlan]):
         """Yields the steps that are left of one data epoch."""
         seed = self._seed_of(position)
         stream = self._stream.epoch(position.epoch, seed)
-        _replay(stream.batches, position, self._stream.key)
+        stream.batches = _rest(stream.batches, position, self._stream.key)
         if position.consumed and self._order_seed not in (None, seed):
             logger.info(
                 "%s: epoch %d goes on in the order of seed %d; seed %d orders the epochs after it",
@@ -196,33 +196,43 @@ def _advanced(position: StreamPosition, window: Sequence[MicroBatchItems]) -> St
     digest = position.digest
     for items in window:
         digest = _digest(digest, items)
-    return replace(position, consumed=position.consumed + len(window), digest=digest)
+    return replace(position, consumed=position.consumed + sum(map(len, window)), digest=digest)
 
 
 def _digest(digest: int, items: MicroBatchItems) -> int:
-    return derive_seed(digest, *(item.id for item in items))
+    """Takes in one example after the other, so that it does not depend on their micro-batches."""
+    for item in items:
+        digest = derive_seed(digest, item.id)
+    return digest
 
 
-def _replay(batches: Iterator[MicroBatchItems], position: StreamPosition, key: str) -> None:
-    """Passes over the micro-batches that were consumed before `position`, reading metadata only.
+def _rest(
+    batches: Iterator[MicroBatchItems], position: StreamPosition, key: str
+) -> Iterator[MicroBatchItems]:
+    """Returns the micro-batches behind what was consumed before `position`, reading metadata only.
+
+    Micro-batches may have been of another size then: of one that was consumed in part, the rest is left.
 
     Raises:
         ValueError: if the epoch is shorter than that.
     """
     digest = passed = 0
-    for items in islice(batches, position.consumed):
-        digest = _digest(digest, items)
-        passed += 1
+    rest: MicroBatchItems = ()
+    while passed < position.consumed and (items := next(batches, None)) is not None:
+        taken, rest = items[: position.consumed - passed], items[position.consumed - passed :]
+        digest = _digest(digest, taken)
+        passed += len(taken)
     if passed < position.consumed:
         raise ValueError(
-            f"{key}: the checkpoint consumed {position.consumed} micro-batches of epoch {position.epoch}, "
-            f"and the epoch now has {passed}; the data or its batching changed. Restore them, or start the "
+            f"{key}: the checkpoint consumed {position.consumed} examples of epoch {position.epoch}, "
+            f"and the epoch now has {passed}; the data changed. Restore them, or start the "
             f"next epoch with StreamPosition(epoch={position.epoch + 1})"
         )
     if position.consumed and digest != position.digest:
         logger.warning(
-            "%s: the first %d micro-batches of epoch %d are not the ones that were consumed before the "
-            "checkpoint: the data or its batching changed, so some examples of this epoch may come twice "
-            "or not at all",
+            "%s: the first %d examples of epoch %d are not the ones that were consumed before the "
+            "checkpoint: the data, or how it is ordered or packed, changed, so some examples of this epoch may "
+            "come twice or not at all",
             key, position.consumed, position.epoch,
         )  # fmt: skip
+    return chain([rest] if rest else [], batches)

@@ -169,7 +169,7 @@ def test_a_position_at_the_exact_end_of_an_epoch_starts_the_next(tmp_path):
     plans = list(sampler(config, window=2))
     assert plans[-1].position == StreamPosition(1)
     consumed = replace(
-        plans[-2].position, consumed=6
+        plans[-2].position, consumed=12
     )  # as a run that counts without looking ahead would save
     assert steps_of(config, window=2, position=consumed) == steps_of(
         config, window=2, position=StreamPosition(1)
@@ -181,6 +181,19 @@ def test_the_window_may_change_at_resume(tmp_path):
     first = list(islice(sampler(config, window=2), 2))
     rest = steps_of(config, window=3, position=first[-1].position)
     assert sorted(flat([plan_ids(plan) for plan in first]) + flat(rest)) == sorted(flat(steps_of(config)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (2, 3), (3, 2)])
+def test_micro_batches_may_have_another_size_at_resume(tmp_path, caplog, before, after):
+    manifest = corpus.write_nemo(tmp_path, clips(23), audio=False)
+    first = list(islice(sampler(dataset(manifest, batch_size=before, **SHUFFLED), window=2), 2))
+    done = flat([plan_ids(plan) for plan in first])
+    rest = flat(
+        steps_of(dataset(manifest, batch_size=after, **SHUFFLED), window=2, position=first[-1].position)
+    )
+    whole = flat(steps_of(dataset(manifest, batch_size=after, **SHUFFLED), window=2))
+    assert len(done) == 4 * before and done + rest == whole
+    assert not caplog.records
 
 
 def test_a_resume_under_another_seed_finishes_the_epoch_in_the_old_order(tmp_path, caplog):
@@ -205,7 +218,7 @@ def test_resume_into_a_changed_manifest(tmp_path, caplog):
     next(iter(sampler(config, position=position)))
     assert "not the ones that were consumed before the checkpoint" in caplog.text
     manifest.write_text("".join(lines[:8]))
-    with pytest.raises(ValueError, match="consumed 6 micro-batches of epoch 0, and the epoch now has 4"):
+    with pytest.raises(ValueError, match="consumed 12 examples of epoch 0, and the epoch now has 8"):
         next(iter(sampler(config, position=position)))
 
 
@@ -227,7 +240,7 @@ def test_the_loader_continues_where_it_was_consumed_and_not_where_workers_ran_ah
     whole = [batch_ids(batch) for batch in loader]
     loader.set_position(START)
     head = [batch_ids(batch) for batch in islice(iter(loader), 2)]
-    assert loader.position.consumed == 2
+    assert loader.position.consumed == 6  # two micro-batches of three
     assert head + [batch_ids(batch) for batch in loader] == whole
 
 
