@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 
 from shoal.checkpoint.naming import AdapterNames
 from shoal.checkpoint.parts import ADAPTER_CONFIG, Part
+from shoal.models.files import open_file
+from shoal.models.folder import read_json
 from shoal.models.init import store
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -26,8 +26,8 @@ def load_adapter(module: nn.Module, part: Part, folder: Path) -> None:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
-        ValueError: the model has no adapter, the saved one is of other layers or shapes, or it was trained with
-            another scaling; the message lists what differs. On every rank, before anything is filled.
+        ValueError: a file is damaged, the model has no adapter, the saved one is of other layers or shapes, or it
+            was trained with another scaling; the message lists what differs. On every rank, before anything is filled.
     """
     if part.adapter is None:
         raise ValueError(
@@ -37,23 +37,21 @@ def load_adapter(module: nn.Module, part: Part, folder: Path) -> None:
     named = dict(module.named_parameters())
     renamed = AdapterNames(part.adapted_skeleton()).renamed
     targets = {key: named[part.prefix + name] for name, key in renamed.items()}
-    with safe_open(folder / ADAPTER_FILE, framework="pt") as tensors:
-        saved = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-        wanted = {key: tuple(target.shape) for key, target in targets.items()}
-        differing = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
-        if differing:
-            lines = [
-                f"{key}: saved {saved.get(key)}, this model's {wanted.get(key)}" for key in differing[:8]
-            ]
-            raise ValueError(
-                f"the adapter in {folder} does not fit ({len(differing)} tensors):\n  " + "\n  ".join(lines)
-            )
-        for key, target in targets.items():
-            store(tensors.get_tensor(key), target)
+    tensors = open_file(folder / ADAPTER_FILE)
+    saved = {key: tuple(tensor.get_shape()) for key, tensor in tensors.items()}
+    wanted = {key: tuple(target.shape) for key, target in targets.items()}
+    differing = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
+    if differing:
+        lines = [f"{key}: saved {saved.get(key)}, this model's {wanted.get(key)}" for key in differing[:8]]
+        raise ValueError(
+            f"the adapter in {folder} does not fit ({len(differing)} tensors):\n  " + "\n  ".join(lines)
+        )
+    for key, target in targets.items():
+        store(tensors[key][...], target)
 
 
 def _check_scaling(folder: Path, adapter: Any) -> None:
-    saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    saved = read_json(folder / ADAPTER_CONFIG)
     own = adapter.to_dict()
     differing = [name for name in _SCALING if (saved.get(name) or None) != (own.get(name) or None)]
     if differing:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from shoal.checkpoint.store import CheckpointError, write_json
+from shoal.models.folder import hf_config, hf_generation_config, read_json
 
 DESCRIPTION = "hf"
 _PARTS_FILE = "parts.json"
@@ -188,7 +189,7 @@ def _write_language_part(target: Path, part: Part, model: PreTrainedModel, token
 def _generation_config(model: PreTrainedModel, source: Path | None) -> GenerationConfig:
     # A model built from a configuration has not read the file; it says, for instance, which tokens end an answer.
     if source is not None and (source / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(source)
+        return hf_generation_config(source)
     assert model.generation_config is not None
     return model.generation_config
 
@@ -234,7 +235,12 @@ def _read_part(folder: Path, listed: dict[str, Any]) -> Part:
     module, name, trained = listed["module"], listed["folder"], tuple(listed["trained"])
     if listed["kind"] == "own":
         return Part(module, name, trained=trained)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = hf_config(folder)
+        if (folder / ADAPTER_CONFIG).is_file():
+            read_json(folder / ADAPTER_CONFIG)  # peft would not say which file is broken
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
     def build() -> PreTrainedModel:
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

@@ -140,7 +140,7 @@ def read_model_config(folder: Path | None) -> Mapping[str, Any] | None:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return _text_fields(raw)
+    return _text_fields(raw) if isinstance(raw, Mapping) else None
 
 
 def _inline_config(config: Any) -> Mapping[str, Any]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers import AutoModelForCausalLM as TransformersModel
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from shoal.config.llm import CompileConfig
@@ -26,6 +26,7 @@ from shoal.config.schema import MixedPrecisionConfig
 from shoal.kernels.attention_hf import register_attention
 from shoal.models.assemble import ModelPlan, Numerics, assemble_in_place
 from shoal.models.fields import configuration_of
+from shoal.models.folder import hf_config, hf_generation_config
 from shoal.models.gguf import converted_gguf
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
@@ -93,7 +94,7 @@ class AutoModelForCausalLM:
         folder = local_folder(pretrained_model_name_or_path, *([gguf_file] if gguf_file else []))
         if gguf_file is not None:
             folder = converted_gguf(folder, gguf_file)
-        config, unknown = AutoConfig.from_pretrained(
+        config, unknown = hf_config(
             folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **config_changes
         )
         if unknown:
@@ -115,7 +116,7 @@ class AutoModelForCausalLM:
             device=device,
         )
         if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+            model.generation_config = hf_generation_config(folder)
         return model
 
     @classmethod
@@ -167,7 +168,7 @@ def _configuration(
         if "model_type" not in config:
             raise ValueError(f"config = {dict(config)}: fields with a model_type; repair: model_type='llama'")
         return configuration_of(config, "config")
-    built = AutoConfig.from_pretrained(local_folder(config), trust_remote_code=trust_remote_code)
+    built = hf_config(local_folder(config), trust_remote_code=trust_remote_code)
     return built
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from shoal.models.folder import FETCH_AGAIN, one_line, read_json
 
 INDEX = "model.safetensors.index.json"
 RANDOM_WEIGHTS = (
@@ -22,21 +23,51 @@ def open_tensors(folder: Path) -> dict[str, Any]:
     resident, and parameters that alias it would change with the file.
 
     Raises:
-        ValueError: There are no such files, the index names files or tensors that are absent, or two files hold
-            a tensor of the same name.
+        ValueError: There are no such files, one of them or the index is damaged, the index names files or tensors
+            that are absent, or two files hold a tensor of the same name.
     """
     tensors: dict[str, Any] = {}
     for file in _weight_files(folder):
-        handle: Any = safe_open(file, framework="pt", backend="pread")
-        names = list(handle.keys())
-        twice = sorted(set(names) & tensors.keys())
+        slices = open_file(file)
+        twice = sorted(slices.keys() & tensors.keys())
         if twice:
             raise ValueError(
                 f"{folder}: {file.name} holds tensors that another file holds too: {', '.join(twice[:12])}; "
                 f"repair: remove the files of the other checkpoint, or add the {INDEX} that says which count"
             )
-        tensors.update({name: handle.get_slice(name) for name in names})
+        tensors.update(slices)
     return _indexed(folder, tensors)
+
+
+def open_file(file: Path) -> dict[str, Any]:
+    """Lazy slices of every tensor in one safetensors file, by name; nothing is read yet but the header.
+
+    Raises:
+        ValueError: The file is absent, empty, cut off or no safetensors file.
+    """
+    try:
+        handle: Any = safe_open(file, framework="pt", backend="pread")
+        return {name: handle.get_slice(name) for name in list(handle.keys())}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file}: is no complete safetensors file: {one_line(error)}{_size(file)}; {FETCH_AGAIN}"
+        ) from error
+
+
+def _size(file: Path) -> str:
+    return f" ({file.stat().st_size} bytes)" if file.is_file() else ""
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds a tensor, by the tensor's name.
+
+    Raises:
+        ValueError: The index is not JSON, or has no such table.
+    """
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{index}: has no table weight_map of tensors and their files; {FETCH_AGAIN}")
+    return named
 
 
 def _indexed(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -44,12 +75,12 @@ def _indexed(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     index = folder / INDEX
     if not index.is_file():
         return tensors
-    named = json.loads(index.read_text())["weight_map"].keys()
+    named = _weight_map(index).keys()
     absent = sorted(named - tensors.keys())
     if absent:
         raise ValueError(
-            f"{folder}: the index names tensors that no file holds: {', '.join(absent[:12])}; "
-            "repair: fetch the files again"
+            f"{folder}: {INDEX} names tensors that no file holds: {', '.join(absent[:12])}; "
+            "repair: fetch the files and the index again"
         )
     return {name: tensors[name] for name in tensors if name in named}
 
@@ -57,10 +88,13 @@ def _indexed(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        files = sorted({folder / name for name in _weight_map(index).values()})
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise ValueError(f"{folder}: the index names files that are absent: {', '.join(absent)}")
+            raise ValueError(
+                f"{folder}: {INDEX} names files that are absent: {', '.join(absent)}; repair: fetch or copy them "
+                "again, or the whole folder"
+            )
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:

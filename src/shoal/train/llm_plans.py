@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal.config.dump import plain
 from shoal.config.llm import CausalLMConfig, LLMConfig, PeftConfig
@@ -20,6 +20,7 @@ from shoal.kernels.packable import packable
 from shoal.models.assemble import ModelPlan
 from shoal.models.causal_lm import CausalLM
 from shoal.models.fields import configuration_of
+from shoal.models.folder import hf_config, hf_tokenizer
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
 from shoal.models.mamba import substitute_mamba
@@ -136,7 +137,7 @@ def load_llm_tokenizer(config: LLMConfig) -> Any:
     """The tokenizer of a run, or None for data that has its tokens and a model without one.
 
     Raises:
-        ValueError: The named one is missing.
+        ValueError: The named one is missing or damaged.
     """
     if config.tokenizer == BYTES:
         return byte_tokenizer()
@@ -150,7 +151,7 @@ def load_llm_tokenizer(config: LLMConfig) -> Any:
     folder = local_folder(name)
     if config.tokenizer is None and not _has_tokenizer(folder):
         return None
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    return hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -163,7 +164,7 @@ def _hf_config(model: CausalLMConfig, folder: Path | None) -> Any:
     if folder is None and isinstance(model.config, str):
         folder = local_folder(model.config)
     if folder is not None:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        return hf_config(folder, trust_remote_code=model.trust_remote_code)
     assert model.config is not None and not isinstance(model.config, str)
     fields = plain(model.config)  # transformers fills nested mappings in, which frozen ones refuse
     return configuration_of(fields, "model.config")

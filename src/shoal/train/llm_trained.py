@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
-from transformers import GenerationConfig
 
 from shoal.checkpoint.state import load_state
 from shoal.checkpoint.store import CheckpointStore, stored
 from shoal.config import LLMConfig, load_config
+from shoal.config.reading import read_source
 from shoal.models.assemble import Numerics, assemble
 from shoal.models.causal_lm import CausalLM
+from shoal.models.folder import hf_generation_config
 from shoal.models.hub import local_folder
 from shoal.train.llm_plans import causal_lm_plan, load_llm_tokenizer
 from shoal.train.trained import CONFIG_FILE
@@ -44,7 +44,7 @@ def kind_of(path: str | Path) -> Literal["speech", "llm"]:
     path = Path(path)
     file = _run_file(path)
     if file is not None:
-        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+        saved = read_source(file)
         return "speech" if _SPEECH_SECTIONS & set(saved) else "llm"
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(
@@ -67,14 +67,14 @@ def load_trained_llm(path: str | Path) -> TrainedLM:
         config = _for_one_process({"model": {"pretrained_model_name_or_path": str(folder)}})
         trained = _assembled(config, keep_weights=True)
         if (folder / "generation_config.json").is_file():
-            trained.model.llm.generation_config = GenerationConfig.from_pretrained(folder)
+            trained.model.llm.generation_config = hf_generation_config(folder)
         return trained
     checkpoint = path if stored(path) is not None else CheckpointStore(file.parent).latest()
     if checkpoint is None:
         raise ValueError(
             f"{str(path)!r}: no complete checkpoint in it; repair: name a run that has saved one"
         )
-    config = _for_one_process(yaml.safe_load(file.read_text(encoding="utf-8")))
+    config = _for_one_process(read_source(file))
     # Beside adapters the checkpoint holds nothing: the rest is that of the pretrained model.
     trained = _assembled(config, keep_weights=config.peft is not None)
     load_state(checkpoint, model=trained.model)

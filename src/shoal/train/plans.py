@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal.config.speech import SalmConfig
 from shoal.kernels.attention import Backend
 from shoal.kernels.attention_hf import PACKED_ATTENTION, register_attention
 from shoal.models.assemble import ModelPlan
+from shoal.models.folder import hf_config, hf_tokenizer, read_json
 from shoal.models.hub import local_folder
 from shoal.models.load import WeightSource
 from shoal.models.mamba import substitute_mamba
@@ -38,20 +38,20 @@ def model_folder(config: SalmConfig, name: str) -> Path:
 def load_tokenizer(config: SalmConfig) -> Any:
     """The tokenizer of the LLM, or the one `tokenizer_path` names."""
     folder = model_folder(config, config.tokenizer_path or config.pretrained_llm)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return hf_tokenizer(folder, trust_remote_code=config.trust_remote_code)
 
 
 def salm_plan(config: SalmConfig, placeholder_id: int, *, seed: int, sample_rate: int) -> ModelPlan:
     """What to build for SALM: LLM and encoder by their folders, projection and adapters from `seed`.
 
     Raises:
-        ValueError: A folder is missing or of an unsupported kind; when the model is built, also an encoder that
-            takes audio of another rate than `sample_rate`, the data's.
+        ValueError: A folder is missing, damaged or of an unsupported kind; when the model is built, also an encoder
+            that takes audio of another rate than `sample_rate`, the data's.
     """
     llm_folder, asr_folder = (
         model_folder(config, name) for name in (config.pretrained_llm, config.pretrained_asr)
     )
-    asr_config = AutoConfig.from_pretrained(asr_folder, trust_remote_code=config.trust_remote_code)
+    asr_config = hf_config(asr_folder, trust_remote_code=config.trust_remote_code)
     spec = encoder_spec(asr_config, config.perception.encoder)
 
     def build() -> nn.Module:
@@ -88,7 +88,7 @@ def _build_llm(config: SalmConfig, folder: Path) -> PreTrainedModel:
     if config.packed_sequences:
         register_attention(PACKED_ATTENTION, _PACKED_BACKENDS[config.automodel_backend.attn])
         attention = PACKED_ATTENTION
-    llm_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    llm_config = hf_config(folder, trust_remote_code=config.trust_remote_code)
     llm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         llm_config,
         dtype=torch.float32,
@@ -113,7 +113,7 @@ def _lora_arguments(config: SalmConfig) -> dict[str, Any]:
 
 def _preprocessor_config(folder: Path) -> dict[str, Any] | None:
     file = folder / "preprocessor_config.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    return read_json(file) if file.is_file() else None
 
 
 def prompts_of(config: SalmConfig) -> PromptFormatter:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from shoal.checkpoint.store import CHECKPOINTS, MANIFEST_NAME, CheckpointStore, read_manifest
 from shoal.config import LoadOptions, SpeechConfig, load_config
+from shoal.config.reading import read_source
 from shoal.models.assemble import Numerics, assemble
 from shoal.speech.prompts import PromptFormatter
 from shoal.speech.salm import SALM
@@ -53,7 +53,7 @@ def _without_training(file: Path) -> dict[str, Any]:
     How the run was trained (devices, precision, packing, optimizers of the user's own modules, loggers) says nothing
     about this process; its rules must not refuse it here. Nothing of the data is opened either.
     """
-    saved = yaml.safe_load(file.read_text())
+    saved = read_source(file)
     if "data" not in saved:
         raise ValueError(f"{str(file)!r}: not the configuration of a speech run")
     training: dict[str, Any] = {

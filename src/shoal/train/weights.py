@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from shoal.checkpoint.adapters import ADAPTER_FILE, load_adapter
 from shoal.checkpoint.parts import Part, has_export, parts_of
 from shoal.checkpoint.state import load_state
-from shoal.models.files import open_tensors
+from shoal.models.files import open_file, open_tensors
 from shoal.models.init import store
 from shoal.models.load import WeightSource, conversions_of, load_pretrained
 
@@ -63,17 +61,12 @@ def _load_part(model: nn.Module, part: Part, folder: Path) -> None:
         load_pretrained(submodule, WeightSource(part.module, folder), conversions_of(part.skeleton()))
 
 
-def _open_file(file: Path) -> dict[str, Any]:
-    handle: Any = safe_open(file, framework="pt", backend="pread")
-    return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-
-
 def _load_safetensors(model: nn.Module, source: Path) -> None:
     """Fills a module from a safetensors file, or a folder of them, with the module's own names."""
     kept = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     targets = {**dict(model.named_parameters()), **buffers}
-    tensors = open_tensors(source) if source.is_dir() else _open_file(source)
+    tensors = open_tensors(source) if source.is_dir() else open_file(source)
     missing, unexpected = sorted(targets.keys() - tensors.keys()), sorted(tensors.keys() - targets.keys())
     shapes = {name: tuple(tensors[name].get_shape()) for name in tensors.keys() & targets.keys()}
     wrong = sorted(name for name, shape in shapes.items() if shape != tuple(targets[name].shape))

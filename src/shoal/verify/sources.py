@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from shoal.config.dump import plain
 from shoal.config.errors import ConfigError, Finding
 from shoal.models.fields import configuration_of
+from shoal.models.folder import hf_config
 from shoal.verify.shrink import Fields
 
 _RULE = "verify-architecture"
@@ -44,24 +45,29 @@ def read_architecture(
         if not (folder / "config.json").is_file():
             limit = "a folder with a config.json, or that file"
             raise ConfigError([Finding(_RULE, option, instead, limit, "check the path")])
-        return _from_folder(folder, trust_remote_code)
+        return _from_folder(folder, option, trust_remote_code)
     if isinstance(name, Mapping):
         try:
             return configuration_of(plain(name), key)
         except ValueError as error:
             raise ConfigError([Finding(_RULE, key, dict(name), str(error), "as said there")]) from error
     if Path(name).is_dir():
-        return _from_folder(Path(name), trust_remote_code)
+        return _from_folder(Path(name), key, trust_remote_code)
     try:
-        return _from_folder(Path(hf_hub_download(name, "config.json")).parent, trust_remote_code)
+        folder = Path(hf_hub_download(name, "config.json")).parent
     except Exception as error:  # the hub client raises a dozen unrelated classes
         limit = f"a folder, or a hub model whose config.json can be fetched ({type(error).__name__})"
         repair = f"{option} FOLDER, with the model's config.json in it (weights are not needed)"
         raise ConfigError([Finding(_RULE, key, name, limit, repair)]) from error
+    return _from_folder(folder, key, trust_remote_code)
 
 
-def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = hf_config(folder, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        limit, _, repair = str(error).rpartition("; repair: ")
+        raise ConfigError([Finding(_RULE, key, str(folder), limit, repair)]) from error
     return config
 
 

@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.config.schema import DDPConfig, FSDP2Config, ParallelismSizes
 from shoal.models.assemble import ModelPlan, Numerics, assemble
+from shoal.models.auto import AutoModelForCausalLM as Ours
 from shoal.models.files import open_tensors
+from shoal.models.folder import hf_config, hf_generation_config, hf_tokenizer
 from shoal.models.load import WeightSource
 from shoal.parallel.setup import DistributedSetup
 from tests.tiny import tiny_llama
@@ -238,3 +240,65 @@ def test_a_pattern_that_is_none_is_refused(tmp_path: Path, keys: dict[str, tuple
 def test_freezing_everything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\['\.\*'\] freezes every parameter.*freeze_params"):
         assemble(causal_lm_plan(save(tmp_path), freeze=(".*",)), None, Numerics(), CPU)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (SHARD, cut, "is no complete safetensors file: "),
+        (SHARD, lambda file: file.write_bytes(b""), "is no complete safetensors file: "),
+        (SHARD, Path.unlink, "names files that are absent: "),
+        (INDEX, lambda file: file.write_text('{"weight_map": '), "cannot be read as JSON: "),
+        (INDEX, lambda file: file.write_text("{}"), "has no table weight_map"),
+        (INDEX, lambda file: file.write_text("[]"), "a JSON object with names is needed"),
+    ],
+)
+def test_damaged_weights_are_refused_by_their_file_on_every_rank(
+    ranks: RankRunner, tmp_path: Path, name: str, damage: Any, said: str
+) -> None:
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / name).is_file(), sorted(tmp_path.iterdir())
+    damage(tmp_path / name)
+    first, second = ranks(refused_weights, 2, str(tmp_path))
+    assert first == second
+    assert str(tmp_path) in first and name in first and said in first
+    assert "; repair: fetch or copy " in first
+
+
+def refused_weights(rank: int, world: int, folder: str) -> str:
+    plan = ModelPlan(tiny_llama, weights=(WeightSource("", Path(folder)),), llm="", seed=3)
+    with pytest.raises(ValueError) as error:
+        assemble(plan, setup_of("fsdp2", world), Numerics(), CPU)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("content", ['{"model_type": ', "[]", '{"model_type": "nothing"}', "{}"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_model_folder_is_named(tmp_path: Path, name: str, content: str) -> None:
+    readers = {
+        "config.json": hf_config,
+        "generation_config.json": hf_generation_config,
+        "tokenizer_config.json": hf_tokenizer,
+    }
+    save(tmp_path)
+    (tmp_path / name).write_text(content)
+    if name == "generation_config.json" and content.startswith("{") and content.endswith("}"):
+        return  # any object is one
+    with pytest.raises(ValueError, match=r"; repair: fetch or copy ") as error:
+        readers[name](tmp_path)
+    assert name in str(error.value) and str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_configuration_is_named_by_the_front_end(tmp_path: Path) -> None:
+    (save(tmp_path) / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match=r"config.json: cannot be read as JSON: .*; repair: fetch or copy"):
+        Ours.from_pretrained(tmp_path)
