@@ -22,6 +22,9 @@ _BUILDERS = {
     ".md": "text",
 }
 
+_UNNAMED = {"train": ["**"]}
+"""What `datasets` finds in a folder when no file is named after a split."""
+
 Row = Mapping[str, Any]
 
 
@@ -36,8 +39,9 @@ class Rows(Protocol):
 def open_rows(config: TextDatasetConfig, key: str) -> Rows:
     """Opens the rows of a data set of any type but ``tokens``.
 
-    A path of several files is their concatenation, a folder holds files of one kind or what
-    `datasets.Dataset.save_to_disk` wrote, and any other name is a data set of the hub.
+    A path of several files is their concatenation, a folder holds files of one kind (``train``, ``validation`` and
+    ``test`` in their names are splits) or what `datasets.Dataset.save_to_disk` wrote, and any other name is a data set
+    of the hub.
 
     Raises:
         ValueError: Nothing is there, files are of an unknown or of different kinds, or there is no such split.
@@ -64,11 +68,7 @@ def _opened(datasets: Any, config: TextDatasetConfig, paths: list[str], key: str
         folder = Path(paths[0])
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             return _split_of(datasets, datasets.load_from_disk(str(folder)), config, key)
-        paths = [str(file) for file in sorted(folder.rglob("*")) if file.suffix in _BUILDERS]
-        if not paths:
-            raise ValueError(
-                f"{key}.path = {str(folder)!r}: no {', '.join(_BUILDERS)} file in it; name a folder of data"
-            )
+        paths = _files_of(folder, config.split, key)
     elif len(paths) == 1 and not Path(paths[0]).exists():
         return _from_hub(datasets, config, paths[0], key)
     missing = [path for path in paths if not Path(path).is_file()]
@@ -83,7 +83,8 @@ def _opened(datasets: Any, config: TextDatasetConfig, paths: list[str], key: str
     (kind,) = kinds
     options = {"sample_by": config.sample_by} if kind == "text" else {}
     try:
-        return datasets.load_dataset(kind, data_files=paths, split="train", **options)
+        files = {_name_of(config.split): paths}  # so that a part of it may be asked for
+        return datasets.load_dataset(kind, data_files=files, split=config.split, **options)
     except Exception as error:  # readers of each format raise their own classes
         cause: BaseException = error
         while cause.__cause__ is not None:  # the outermost says no more than that something is wrong
@@ -92,6 +93,33 @@ def _opened(datasets: Any, config: TextDatasetConfig, paths: list[str], key: str
         raise ValueError(
             f"{key}.path = {config.path!r}: cannot be read as {kind} ({reason}); check the file"
         ) from error
+
+
+def _files_of(folder: Path, split: str, key: str) -> list[str]:
+    """The files of a folder that belong to a split, which their names tell as on the hub; all if no name does."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    files = [str(file) for file in sorted(folder.rglob("*")) if file.suffix in _BUILDERS]
+    if not files:
+        raise ValueError(
+            f"{key}.path = {str(folder)!r}: no {', '.join(_BUILDERS)} file in it; name a folder of data"
+        )
+    patterns, named, wanted = get_data_patterns(str(folder)), {}, _name_of(split)
+    if patterns != _UNNAMED:
+        named = {str(name): list(of) for name, of in DataFilesDict.from_patterns(patterns, folder).items()}
+    if wanted in named:
+        return [file for file in named[wanted] if Path(file).suffix in _BUILDERS]
+    if "train" in named or wanted != "train":
+        raise ValueError(
+            f"{key}.split = {split!r}: the names of the files in {str(folder)!r} tell of "
+            f"{', '.join(named) or 'no splits'}; repair: name one of these, or the files (path), or leave split out"
+        )
+    return files
+
+
+def _name_of(split: str) -> str:
+    """The split of which ``split`` takes a part, as in ``train[:100]``."""
+    return split.partition("[")[0]
 
 
 def _from_hub(datasets: Any, config: TextDatasetConfig, name: str, key: str) -> Any:

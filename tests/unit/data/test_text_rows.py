@@ -60,6 +60,43 @@ def test_folders(tmp_path: Path) -> None:
     assert len(open_path(str(tmp_path / "one"))) == 7
 
 
+def files_of(folder: Path, *names: str) -> str:
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": f"{name} {row}"}) + "\n" for row in range(2)))
+    return str(folder)
+
+
+def test_files_are_of_the_split_that_their_names_tell(tmp_path: Path) -> None:
+    """Validation of a mirrored data set must not be on what it trains on."""
+    mirror = files_of(
+        tmp_path / "m", "README.md", "data/validation.jsonl", "data/train-1.jsonl", "data/train-0.jsonl"
+    )
+    train = [f"data/train-{file}.jsonl {row}" for file in (0, 1) for row in (0, 1)]
+    assert open_path(mirror) == open_path(mirror, split="train") == train
+    assert open_path(mirror, split="train[1:3]") == train[1:3]
+    assert open_path(mirror, split="validation") == [f"data/validation.jsonl {row}" for row in (0, 1)]
+    with pytest.raises(
+        ValueError, match=r"dataset.split = 'test': .* tell of train, validation; repair: name one"
+    ):
+        open_path(mirror, split="test")
+
+
+def test_files_without_the_name_of_a_split_are_all_there_is(tmp_path: Path) -> None:
+    plain = files_of(tmp_path / "p", "a.jsonl", "part/b.jsonl")
+    assert len(open_path(plain)) == 4
+    with pytest.raises(
+        ValueError, match=r"dataset.split = 'validation': .* tell of no splits; .* leave split out"
+    ):
+        open_path(plain, split="validation")
+    guide = files_of(tmp_path / "g", "a.jsonl", "dev-guide.jsonl")  # nothing is named train
+    assert len(open_path(guide)) == 4
+    assert open_path(guide, split="validation") == ["dev-guide.jsonl 0", "dev-guide.jsonl 1"]
+    named = str(tmp_path / "p" / "a.jsonl")  # one file is what it is
+    assert open_path(named, split="validation[:1]") == ["a.jsonl 0"]
+
+
 def test_several_files_and_a_limit(tmp_path: Path) -> None:
     first, second = (tmp_path / name for name in ("z.jsonl", "a.jsonl"))
     first.write_text('{"text": "1"}\n{"text": "2"}\n')
