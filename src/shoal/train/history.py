@@ -53,7 +53,8 @@ class StepLines:
     def _keep_below(self, step: int) -> None:
         if not self.path.is_file():
             return
-        kept, undone = [], []
+        kept: list[str] = []
+        undone: list[str] = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             (kept if _step_of(line) < step else undone).append(line)
         if not undone:
