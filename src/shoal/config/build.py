@@ -48,17 +48,24 @@ def field_types(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def build(cls: type, raw: Any, path: str, report: Report) -> Any:
+def build(cls: type, raw: Any, path: str, report: Report, also: Collection[str] = ()) -> Any:
     """Builds dataclass `cls` from the mapping `raw` at `path`; unknown and missing keys go to the report.
 
     A field that fails takes its default (FAILED when it has none), so that rules on other keys still run.
+
+    Args:
+        cls: The dataclass.
+        raw: Its keys.
+        path: Where they stand.
+        report: Takes the findings.
+        also: Further keys that the block may have, which the caller has read; for suggestions.
     """
     if raw is None:
         raw = {}
     if not isinstance(raw, Mapping):
         return report.refuse("wrong-type", path, raw, "a block of keys", f"indent the keys under {path}:")
     known = {item.name: item for item in fields(cls) if not item.metadata.get("internal")}
-    refuse_unknown(raw, known, path, report)
+    refuse_unknown(raw, known, path, report, also)
     return cls(**{name: _field_value(cls, item, raw, path, report) for name, item in known.items()})
 
 
@@ -85,15 +92,23 @@ def _field_value(cls: type, item: Field[Any], raw: Mapping[str, Any], path: str,
 
 
 def refuse_unknown(
-    raw: Mapping[Any, Any], known: Mapping[str, Any] | set[str], path: str, report: Report
+    raw: Mapping[Any, Any],
+    known: Mapping[str, Any] | set[str],
+    path: str,
+    report: Report,
+    also: Collection[str] = (),
 ) -> None:
-    """Reports every key of `raw` that is not in `known`, with the nearest one that is."""
+    """Reports every key of `raw` that is not in `known`, with the nearest one that is.
+
+    Keys that are read apart, and so are no longer in `raw`, are in `also`: who misspells one must be told of it.
+    """
     for name in raw:
         if name in known:
             continue
-        near = _nearest(str(name), known)
+        legal = {*known, *also} - {name}  # one of `also` is still here when its value is not a legal one
+        near = nearest(str(name), legal)
         repair = f"did you mean {join(path, near)}?" if near else "delete it"
-        limit = f"one of: {', '.join(sorted(known))}"
+        limit = f"one of: {', '.join(sorted(legal))}"
         report.findings.append(Finding("unknown-key", join(path, name), raw[name], limit, repair))
 
 
@@ -200,7 +215,7 @@ def _wrong(annotation: Any, value: Any, path: str, report: Report) -> Any:
     repair = f"write {limit}"
     if isinstance(value, str) and value.strip().lstrip("-").isdigit():
         repair = f"write the number without quotes: {value.strip()}"
-    elif isinstance(value, str) and (near := _nearest(value, _names(annotation))):
+    elif isinstance(value, str) and (near := nearest(value, _names(annotation))):
         repair = f"did you mean {near}?"
     return report.refuse("wrong-type", path, value, limit, repair)
 
@@ -214,12 +229,12 @@ _OTHER_SPELLINGS: Mapping[str, str] = {
 }
 
 
-def _nearest(name: str, known: Collection[str]) -> str | None:
+def nearest(name: str, known: Collection[str], cutoff: float = 0.5) -> str | None:
     """Returns the known name that `name` most likely means, other systems' spellings of sizes included."""
     spellings = {
         other: ours for other, ours in _OTHER_SPELLINGS.items() if ours in known and other not in known
     }
-    near = difflib.get_close_matches(name, [*known, *spellings], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, [*known, *spellings], n=1, cutoff=cutoff)
     return spellings.get(near[0], near[0]) if near else None
 
 

@@ -35,7 +35,7 @@ def read_llm(raw: Any, path: str, report: Report) -> Any:
     if isinstance(block.get("precision"), str | int):
         block["precision"] = aliases.PRECISIONS.get(block["precision"], block["precision"])
     named = {key: block.pop(key) for key in list(block) if _set_name(key) is not None}
-    config = build(LLMConfig, block, path, report)
+    config = build(LLMConfig, block, path, report, also={"recipe", _VALIDATION})
     sets = dict(config.validation_datasets)
     for key, value in named.items():
         name = _set_name(key)
@@ -85,7 +85,7 @@ def read_model(raw: Any, path: str, report: Report) -> Any:
     inner = block.get("config")
     if isinstance(inner, Mapping) and str(inner.get("_target_", "")).endswith("AutoConfig.from_pretrained"):
         block["config"] = inner.get("pretrained_model_name_or_path")
-    return build(CausalLMConfig, _with_dtype(block), path, report)
+    return build(CausalLMConfig, _with_dtype(block), path, report, also={"_target_"})
 
 
 def _with_dtype(block: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def read_backend(raw: Any, path: str, report: Report) -> Any:
             block.pop(name, None)
     if block.pop("enable_deepep", False):
         block.setdefault("dispatcher", "deepep")
-    return build(BackendConfig, block, path, report)
+    return build(BackendConfig, block, path, report, {"_target_", "enable_deepep", *aliases.BACKEND_AS_BUILT})
 
 
 def read_dataset(raw: Any, path: str, report: Report) -> Any:
@@ -126,7 +126,9 @@ def read_dataset(raw: Any, path: str, report: Report) -> Any:
     for name, allowed in aliases.DATASET_AS_BUILT.items():
         if name in block and block[name] in allowed:
             del block[name]
-    return build(TextDatasetConfig, block, path, report)
+    return build(
+        TextDatasetConfig, block, path, report, {"_target_", *aliases.DATASET_KEYS, *aliases.DATASET_AS_BUILT}
+    )
 
 
 def read_dataloader(raw: Any, path: str, report: Report) -> Any:
@@ -140,7 +142,7 @@ def read_dataloader(raw: Any, path: str, report: Report) -> Any:
     if name is not None and str(name).rpartition(".")[2] not in aliases.COLLATERS:
         key, limit = join(path, "collate_fn"), f"one of {', '.join(sorted(aliases.COLLATERS))}"
         report.refuse("target", key, name, limit, f"delete {key}")
-    return build(DataloaderConfig, block, path, report)
+    return build(DataloaderConfig, block, path, report, also={"_target_", "collate_fn"})
 
 
 def read_packing(raw: Any, path: str, report: Report) -> Any:
@@ -154,7 +156,7 @@ def read_packing(raw: Any, path: str, report: Report) -> Any:
     if "drop_long_samples" in block:
         drops = convert(bool, block.pop("drop_long_samples"), join(path, "drop_long_samples"), report)
         block.setdefault("long_documents", "drop" if drops is True else "split")
-    return build(PackedSequenceConfig, block, path, report)
+    return build(PackedSequenceConfig, block, path, report, also={"drop_long_samples"})
 
 
 def read_loss(raw: Any, path: str, report: Report) -> Any:
@@ -172,7 +174,7 @@ def read_loss(raw: Any, path: str, report: Report) -> Any:
     for name, allowed in aliases.LOSS_AS_BUILT.items():
         if name in block and block[name] in allowed:
             del block[name]
-    return build(LossConfig, block, path, report)
+    return build(LossConfig, block, path, report, also={"_target_", *aliases.LOSS_AS_BUILT})
 
 
 def read_checkpoint(raw: Any, path: str, report: Report) -> Any:
@@ -184,7 +186,7 @@ def read_checkpoint(raw: Any, path: str, report: Report) -> Any:
         block.setdefault("keep_last", block.pop("max_recent_checkpoints"))
     if str(block.get("restore_from")).upper() == "LATEST":
         block["restore_from"] = "latest"
-    return build(CheckpointConfig, block, path, report)
+    return build(CheckpointConfig, block, path, report, also={"max_recent_checkpoints"})
 
 
 def read_clip(raw: Any, path: str, report: Report) -> Any:
@@ -207,7 +209,7 @@ def _named_class(cls: type, targets: frozenset[str]) -> None:
         if block is None:
             return FAILED
         drop_target(block, targets, path, report)
-        return build(cls, block, path, report)
+        return build(cls, block, path, report, also={"_target_"})
 
     READERS[cls] = read
 

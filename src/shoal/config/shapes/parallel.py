@@ -7,7 +7,17 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shoal.config import aliases
-from shoal.config.build import FAILED, READERS, Report, build, convert, field_types, join, refuse_unknown
+from shoal.config.build import (
+    FAILED,
+    READERS,
+    Report,
+    build,
+    convert,
+    field_types,
+    join,
+    nearest,
+    refuse_unknown,
+)
 from shoal.config.schema import (
     STRATEGY_OPTIONS,
     CheckpointingMode,
@@ -103,9 +113,10 @@ def read_strategy(raw: Any, path: str, report: Report) -> Any:
     kind = aliases.STRATEGIES.get(target) if isinstance(target, str) else None
     if kind is None:
         limit = f"one of {', '.join(sorted(aliases.STRATEGIES))}"
+        # No nearest one: FSDPStrategy is a letter from DDPStrategy and means something else.
         return report.refuse("strategy", join(path, "_target_"), target, limit, "use one of these strategies")
     cls = _NemoModelParallelBlock if target == aliases.NEMO_MODEL_PARALLEL else _BLOCKS[kind]
-    parsed = build(cls, without_inferred(block), path, report)
+    parsed = build(cls, without_inferred(block), path, report, also={"_target_"})
     _refuse_unused_search(parsed, kind, path, report)
     own = _own_fields(parsed, path, report)
     return StrategyConfig(kind=kind, timeout_seconds=_timeout(parsed, path, report), **own)
@@ -168,7 +179,8 @@ def read_distributed(raw: Any, path: str, report: Report) -> Any:
     strategy = aliases.DISTRIBUTED_STRATEGIES.get(name) if isinstance(name, str) else None
     if strategy is None:
         limit = f"one of {', '.join(aliases.DISTRIBUTED_STRATEGIES)}"
-        return report.refuse("strategy", join(path, "strategy"), name, limit, "strategy: fsdp2")
+        near = nearest(name, STRATEGY_OPTIONS) if isinstance(name, str) else None
+        return report.refuse("strategy", join(path, "strategy"), name, limit, f"strategy: {near or 'fsdp2'}")
     if strategy != "fsdp2" and block.get("sequence_parallel") is False:
         del block["sequence_parallel"]
     options = STRATEGY_OPTIONS[strategy]
@@ -176,7 +188,7 @@ def read_distributed(raw: Any, path: str, report: Report) -> Any:
     option_names = {item.name for item in fields(options)} - {"activation_checkpointing"}
     known = size_names | option_names | _BLOCK_NAMES
     _refuse_options_of_others(block, known, strategy, path, report)
-    refuse_unknown(block, known, path, report)
+    refuse_unknown(block, known, path, report, also={"strategy"})
     block = without_inferred(block)
     values = {name: _one(DistributedConfig, name, block, path, report) for name in _BLOCK_NAMES & set(block)}
     return DistributedConfig(
@@ -224,7 +236,7 @@ def _class_reader(cls: type, targets: tuple[str, ...]) -> None:
         if block is None:
             return FAILED
         drop_target(block, targets, path, report)
-        return build(cls, _with_dtype_names(block), path, report)
+        return build(cls, _with_dtype_names(block), path, report, also={"_target_"})
 
     READERS[cls] = read
 

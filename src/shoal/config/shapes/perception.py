@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.config import aliases
-from shoal.config.build import FAILED, READERS, Report, build, join
+from shoal.config.build import FAILED, READERS, Report, build, join, nearest
 from shoal.config.shapes.target import as_mapping, drop_target
 from shoal.config.speech import LoraConfig, ModalityAdapterConfig, PerceptionConfig, SpecAugmentConfig
 
@@ -29,7 +29,7 @@ def read_perception(raw: Any, path: str, report: Report) -> Any:
         )
     if isinstance(encoder := block.get("encoder"), Mapping):
         block["encoder"] = _encoder_overrides(encoder, join(path, "encoder"), report)
-    return build(PerceptionConfig, block, path, report)
+    return build(PerceptionConfig, block, path, report, also={"target", "_target_"})
 
 
 def _encoder_overrides(raw: Mapping[str, Any], path: str, report: Report) -> dict[str, Any]:
@@ -39,8 +39,9 @@ def _encoder_overrides(raw: Mapping[str, Any], path: str, report: Report) -> dic
         return block
     drop_target(block, aliases.ADAPTER_KINDS, path, report)
     for name in [name for name in block if name not in aliases.ENCODER_KEYS]:
-        limit = f"one of {', '.join(aliases.ENCODER_KEYS)}"
-        report.refuse("unknown-key", join(path, name), block.pop(name), limit, f"delete {join(path, name)}")
+        limit, near = f"one of {', '.join(aliases.ENCODER_KEYS)}", nearest(name, aliases.ENCODER_KEYS)
+        repair = f"did you mean {join(path, near)}?" if near else f"delete {join(path, name)}"
+        report.refuse("unknown-key", join(path, name), block.pop(name), limit, repair)
     return {aliases.ENCODER_KEYS[name]: value for name, value in block.items()}
 
 
@@ -51,7 +52,7 @@ def read_adapter(raw: Any, path: str, report: Report) -> Any:
         return FAILED
     target = block.pop("_target_", None)
     if target is None:
-        return build(ModalityAdapterConfig, block, path, report)
+        return build(ModalityAdapterConfig, block, path, report, also={"_target_"})
     kind = aliases.ADAPTER_KINDS.get(target) if isinstance(target, str) else None
     if kind is None:
         limit = f"one of {', '.join(aliases.ADAPTER_KINDS)}"
@@ -63,7 +64,9 @@ def read_adapter(raw: Any, path: str, report: Report) -> Any:
         report.refuse("adapter-variant", key, raw["dropout_att"], limit, f"delete {key}")
     _refuse_other_conformers(block, path, report)
     own = {name: value for name, value in block.items() if name not in _FOREIGN}
-    return build(ModalityAdapterConfig, {"kind": kind, **own}, path, report)
+    return build(
+        ModalityAdapterConfig, {"kind": kind, **own}, path, report, {"_target_", "dropout_att", *_FOREIGN}
+    )
 
 
 _FOREIGN = aliases.CONFORMER_INERT | set(aliases.CONFORMER_AS_BUILT)
@@ -88,7 +91,7 @@ def read_spec_augment(raw: Any, path: str, report: Report) -> Any:
     if block is None:
         return FAILED
     drop_target(block, aliases.SPEC_AUGMENT_TARGETS, path, report)
-    return build(SpecAugmentConfig, block, path, report)
+    return build(SpecAugmentConfig, block, path, report, also={"_target_"})
 
 
 def read_lora(raw: Any, path: str, report: Report) -> Any:
@@ -107,7 +110,7 @@ def read_lora(raw: Any, path: str, report: Report) -> Any:
             block[ours] = block.pop(name)
     if block.pop("match_all_linear", False) is True and not block.get("target_modules"):
         block["target_modules"] = "all-linear"
-    return build(LoraConfig, block, path, report)
+    return build(LoraConfig, block, path, report, {"_target_", "match_all_linear", *aliases.LORA_KEYS})
 
 
 _LORA_TARGETS = ("peft.LoraConfig", "nemo_automodel.components._peft.lora.PeftConfig")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shoal.config.build import FAILED, READERS, Report, freeze, join, refuse_unknown
+from shoal.config.build import FAILED, READERS, Report, freeze, join, nearest, refuse_unknown
 from shoal.config.targets import canonical_target, check_target
 from shoal.config.values import FunctionName, TargetConfig
 
@@ -38,6 +38,11 @@ def read_target(raw: Any, path: str, report: Report) -> Any:
         return FAILED
     name = block.pop("_target_", None)
     key = join(path, "_target_")
+    if name is None and (meant := [other for other in block if nearest(other, ("_target_",), cutoff=0.8)]):
+        limit = "_target_, the dotted name of a class, beside its keywords"
+        return report.refuse(
+            "unknown-key", join(path, meant[0]), block[meant[0]], limit, f"did you mean {key}?"
+        )
     if not isinstance(name, str):
         limit = "the dotted name of a class, such as torch.optim.AdamW"
         return report.refuse("missing-key" if name is None else "wrong-type", key, name, limit, f"add {key}")
@@ -46,7 +51,7 @@ def read_target(raw: Any, path: str, report: Report) -> Any:
     if verdict.limit is not None:
         return report.refuse("target", key, name, verdict.limit, _TARGET_REPAIR)
     if verdict.parameters is not None:
-        refuse_unknown(block, set(verdict.parameters) - _SUPPLIED, path, report)
+        refuse_unknown(block, set(verdict.parameters) - _SUPPLIED, path, report, also={"_target_"})
     _refuse_nested_targets(block, path, report)
     return TargetConfig(full, freeze(block), report.allow_targets, path)
 
