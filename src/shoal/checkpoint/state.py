@@ -38,9 +38,18 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint import optimizer as optimizer_state
-from shoal.checkpoint.agree import agreed, gather_text, is_distributed
+from shoal.checkpoint.agree import agreed, describe, gather_text, is_distributed, rank_of
 from shoal.checkpoint.plain import decode
-from shoal.checkpoint.reader import SavedModel, TensorReader, without_group_warning
+from shoal.checkpoint.reader import (
+    REPAIR,
+    SavedModel,
+    TensorReader,
+    absent_shards,
+    checked_manifest,
+    damaged,
+    read_part,
+    without_group_warning,
+)
 from shoal.checkpoint.rng import RandomState
 from shoal.checkpoint.snapshot import (
     DEFAULT_SAVE,
@@ -50,7 +59,7 @@ from shoal.checkpoint.snapshot import (
     listed,
     take_snapshot,
 )
-from shoal.checkpoint.store import CheckpointError, CheckpointStore, read_manifest
+from shoal.checkpoint.store import MANIFEST_NAME, CheckpointError, CheckpointStore
 from shoal.checkpoint.tensors import aliases_of, model_tensors, resharded
 from shoal.checkpoint.writing import (
     FORMAT,
@@ -59,6 +68,8 @@ from shoal.checkpoint.writing import (
     read_own,
     write_snapshot,
 )
+
+_OTHER_MODEL = "repair: build the model that was saved, or name another checkpoint"
 
 _log = logging.getLogger(__name__)
 
@@ -184,9 +195,9 @@ def load_state(
     """
     path, group = Path(path), process_group
     module, optimizers = resharded(model), listed(optimizer)
-    opened = agreed(lambda: _open(path), group)
+    opened = agreed(lambda: _open(path, bool(optimizers)), group)
     manifest, plain, saved = opened.manifest, opened.plain, opened.model
-    model_targets = agreed(lambda: _model_targets(module, saved, manifest), group)
+    model_targets = agreed(lambda: _model_targets(path, module, saved, manifest), group)
     if strict:
         _check_model_keys(path, {*model_targets, *aliases_of(module)}, saved, group)
     states = agreed(lambda: optimizer_state.templates(module, optimizers, opened.reader.tensors()), group)
@@ -201,7 +212,7 @@ def load_state(
         if optimizers:
             optimizer_state.assign(module, optimizers, states, plain["optimizers"])
         _load_schedulers(listed(scheduler), plain["schedulers"])
-        return read_own(path, group) if same else None
+        return _own_random_state(path, group) if same else None
 
     rng = agreed(finish, group)
     if not same:
@@ -217,14 +228,29 @@ class _Opened:
     reader: TensorReader
 
 
-def _open(path: Path) -> _Opened:
-    manifest = read_manifest(path)
+def _open(path: Path, with_optimizers: bool) -> _Opened:
+    manifest = checked_manifest(path)
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}")
-    plain = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}; repair: load it with the "
+            "version of Shoal that saved it, or name another one"
+        )
+    if absent := [key for key in ("position", "layout") if not isinstance(manifest.get(key), dict)]:
+        raise damaged(path, f"{path / MANIFEST_NAME} has no {', '.join(absent)}")
+    plain = read_part(path, STATE_NAME, ("optimizers", "schedulers", "extra"))
     reader = TensorReader(path)
     reader.read_metadata()
+    if with_optimizers:  # a model alone may be read without the optimizer's files
+        reader.check_files()
     return _Opened(manifest, plain, SavedModel(path, manifest.get("model_format", "torch_save")), reader)
+
+
+def _own_random_state(path: Path, group: dist.ProcessGroup | None) -> RandomState:
+    try:
+        return read_own(path, group)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        file = path / f"rng-{rank_of(group):05d}.json"
+        raise damaged(path, f"cannot read {file}: {describe(error)}") from error
 
 
 def _read(
@@ -234,22 +260,39 @@ def _read(
         with without_group_warning():
             load_tensors(targets, storage_reader=reader, process_group=group, no_dist=not is_distributed())
     except CheckpointException as error:
-        raise CheckpointError(f"cannot load {path}: {first_failure(error)}") from error
+        said = first_failure(error)
+        # What the readers found names checkpoint, file and repair already; what torch found names nothing.
+        known = any(isinstance(cause, CheckpointError) for cause, _ in error.failures.values())
+        raise CheckpointError(said if known else f"cannot load {path}: {said}; {REPAIR}") from error
 
 
-def _model_targets(module: nn.Module, saved: SavedModel, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors to fill: all of the module's but those that the checkpoint left out because they are frozen."""
+def _model_targets(
+    path: Path, module: nn.Module, saved: SavedModel, manifest: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors to fill: all of the module's but those that the checkpoint left out because they are frozen.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor or has one of another shape; it is of another model, or a file of it
+            is missing, and which of the two cannot always be told.
+    """
     tensors = model_tensors(module)
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     absent = frozen.intersection(manifest.get("left_out", ()))
     missing = sorted(tensors.keys() - saved.tensors.keys() - absent)
     if missing:
         listed_names = some([f"model.{name}" for name in missing])
-        raise ValueError(f"the checkpoint has no {listed_names}, which this model needs")
+        raise ValueError(
+            f"the checkpoint {path} has no {listed_names}, which this model needs{absent_shards(path, manifest)}; "
+            f"{REPAIR}, or build the model that was saved"
+        )
     targets = {name: tensor for name, tensor in tensors.items() if name not in absent}
     for name, tensor in targets.items():
         if (shape := tuple(saved.tensors[name].size)) != tuple(tensor.shape):
-            raise ValueError(f"model.{name}: saved shape {shape}, this model's {tuple(tensor.shape)}")
+            lack = absent_shards(path, manifest)  # without the last rank's file, sizes come out too small
+            raise ValueError(
+                f"the checkpoint {path}: model.{name}: saved shape {shape}, this model's {tuple(tensor.shape)}{lack}; "
+                + (REPAIR if lack else _OTHER_MODEL)
+            )
     return targets
 
 
@@ -261,7 +304,9 @@ def _check_model_keys(
     for text in gather_text(json.dumps(sorted(strangers)), group):
         strangers.intersection_update(json.loads(text))
     if strangers:
-        raise CheckpointError(f"{path} holds {some(sorted(strangers))}, which this model does not have")
+        raise CheckpointError(
+            f"{path} holds {some(sorted(strangers))}, which this model does not have; {_OTHER_MODEL}"
+        )
 
 
 def _load_schedulers(schedulers: Sequence[LRScheduler], saved: Sequence[Any]) -> None:

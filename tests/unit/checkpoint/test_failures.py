@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from shoal.checkpoint.export import ExportOptions, export_model
 from shoal.checkpoint.snapshot import SaveOptions
 from shoal.checkpoint.state import load_state, save_state
 from shoal.checkpoint.store import CheckpointError, CheckpointStore
+from shoal.checkpoint.writing import FORMAT
 from tests.unit.checkpoint.models import build, read_folder, save_source, unequal
 from tests.zygote import RankRunner
 
@@ -194,6 +196,98 @@ def test_a_damaged_shard_is_named(ranks: RankRunner, tmp_path: Path, source: Pat
     shard.write_bytes(whole)
     consolidate(path, tmp_path / "out")
     assert unequal(read_folder(tmp_path / "out"), read_folder(source)) == []
+
+
+def save_on_rank(rank: int, world: int, source: Path, path: Path) -> None:
+    save("safetensors", path, *trained(source, world), 2)
+
+
+def refused_on_rank(rank: int, world: int, source: Path, path: Path) -> str:
+    model = build(source, "fsdp2", world)
+    with pytest.raises(CheckpointError) as error:
+        load_state(path, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return str(error.value)
+
+
+def halve(file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+
+
+def blank_the_middle(file: Path) -> None:
+    whole = file.read_bytes()
+    third = len(whole) // 3
+    file.write_bytes(whole[:third] + bytes(third) + whole[2 * third :])
+
+
+def break_text(file: Path) -> None:
+    file.write_text("{broken")
+
+
+DAMAGES = {
+    "shard of rank 0 missing": ("model/shard-00001-model-00001-of-00001.safetensors", Path.unlink),
+    "shard of rank 1 missing": ("model/shard-00002-model-00001-of-00001.safetensors", Path.unlink),
+    "shard cut off": ("model/shard-00002-model-00001-of-00001.safetensors", halve),
+    "shard empty": ("model/shard-00001-model-00001-of-00001.safetensors", lambda file: file.write_bytes(b"")),
+    "optimizer file missing": ("__1_0.distcp", Path.unlink),
+    "optimizer file cut off": ("__0_0.distcp", halve),
+    "optimizer file blanked": ("__0_0.distcp", blank_the_middle),
+    "state broken": ("state.json", break_text),
+    "state of nothing": ("state.json", lambda file: file.write_text("{}")),
+    "state missing": ("state.json", Path.unlink),
+    "manifest broken": ("shoal.json", break_text),
+    "manifest of nothing": ("shoal.json", lambda file: file.write_text(f'{{"format": {FORMAT}, "step": 2}}')),
+    "metadata broken": (".metadata", halve),
+    "metadata missing": (".metadata", Path.unlink),
+    "random state broken": ("rng-00001.json", break_text),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks: RankRunner, source: Path) -> Path:
+    path = tmp_path_factory.mktemp("run") / "step=2"
+    ranks(save_on_rank, 2, source, path)
+    return path
+
+
+@pytest.mark.parametrize("case", list(DAMAGES))
+def test_damage_is_refused_by_checkpoint_file_and_repair(
+    ranks: RankRunner, tmp_path: Path, source: Path, saved: Path, case: str
+) -> None:
+    name, damage = DAMAGES[case]
+    path = tmp_path / "step=2"
+    shutil.copytree(saved, path)
+    damage(path / name)
+    first, second = ranks(refused_on_rank, 2, source, path)
+    assert first == second
+    assert str(path) in first and "repair: copy the checkpoint again, or name an earlier one" in first
+    # Of a shard that is not there its rank is known, and no more.
+    assert (
+        f"has no {name[6:17]}-*" if "missing" in case and "shard" in case else str(path / name)
+    ) in first, first
+    assert "checkpoint.restore_from" in first and "exp_manager.resume_from_checkpoint" in first
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, halve, blank_the_middle])
+def test_damage_among_a_models_tensors_in_torchs_format(
+    ranks: RankRunner, tmp_path: Path, source: Path, damage: Any
+) -> None:
+    path = save_state(tmp_path / "step=1", model=build(source, "plain", 1), step=1)
+    file = path / "__0_0.distcp"
+    damage(file)
+    for action in (
+        lambda: load_state(path, model=build(source, "plain", 1)),
+        lambda: consolidate(path, tmp_path / "out"),
+    ):
+        with pytest.raises(CheckpointError, match="; repair: copy the checkpoint again") as error:
+            action()
+        assert str(file) in str(error.value)
+
+
+def test_a_model_is_read_without_the_optimizers_files(saved: Path, tmp_path: Path, source: Path) -> None:
+    shutil.copytree(saved, tmp_path / "step=2")
+    (tmp_path / "step=2" / "__1_0.distcp").unlink()
+    assert load_state(tmp_path / "step=2", model=build(source, "plain", 1)).step == 2
 
 
 def test_a_full_disk_stops_an_offline_export(ranks: RankRunner, tmp_path: Path, source: Path) -> None:
