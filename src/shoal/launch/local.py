@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from shoal.launch.tied import tied_command
+
 
 def launched_world_size(environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns the ranks of the job when this process is one that torchrun or srun started, else None."""
@@ -29,18 +31,25 @@ def run_local(num_ranks: int, program: Sequence[str]) -> int:
     """Runs `program` on local ranks and returns their exit status; see `shoal.launch.torchrun`.
 
     One thread per rank unless OMP_NUM_THREADS says otherwise: ranks share the cores. SIGINT and SIGTERM are passed
-    on, so that the ranks end with this process.
+    on, and SIGHUP (a terminal that closes) as SIGTERM, so that the ranks end with this process. When it ends without
+    a word, the kernel ends them.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     # A group of its own, so that a Ctrl-C in the terminal reaches the ranks once, through the handler.
-    process = subprocess.Popen(torchrun_command(num_ranks, program), env=environment, start_new_session=True)
+    command = tied_command(torchrun_command(num_ranks, program))
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        # torchrun takes SIGHUP as an order to end the ranks at once; SIGTERM lets them save first.
+        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run is to outlive the terminal
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
-        return process.wait()
+        status = process.wait()
+        return status if status >= 0 else 128 - status
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

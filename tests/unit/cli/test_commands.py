@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -19,6 +23,8 @@ from shoal.cli import COMMANDS, main
 from shoal.cli.arguments import run_on_ranks
 from shoal.config import ConfigError, Finding, Loaded
 from shoal.launch.local import launched_world_size, run_local, torchrun_command
+from shoal.launch.tied import tied_command
+from tests.processes import survivors
 from tests.unit.config.base import base, merged
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "speechlm2" / "salm_train.py"
@@ -240,6 +246,69 @@ def test_the_launcher_ends_as_its_ranks_end(
     )
     assert run_local(2, [str(script)]) == status
     assert "Traceback" not in capfd.readouterr().err
+
+
+LAUNCH = "import sys; from shoal.launch.local import run_local; sys.exit(run_local(2, sys.argv[1:]))"
+
+
+def launched(tmp_path: Path, script: str, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """A launcher of two ranks that run `script`, when they have come to its end once."""
+    file = tmp_path / "rank.py"
+    file.write_text(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        f"{script}\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'rank' + os.environ['RANK']).touch()\n"
+        "time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen([*prefix, sys.executable, "-c", LAUNCH, str(file)])
+    end = time.monotonic() + 60
+    while len(list(tmp_path.glob("rank[01]"))) < 2:
+        assert time.monotonic() < end and launcher.poll() is None
+        time.sleep(0.02)
+    return launcher
+
+
+@pytest.mark.parametrize("victim", ["launcher", "torchrun"])
+def test_ranks_end_when_what_started_them_is_killed(victim: str, tmp_path: Path) -> None:
+    # As a rank in the midst of a step: no signal that can be handled ends it.
+    launcher = launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    started = psutil.Process(launcher.pid).children(recursive=True)
+    try:
+        assert len(started) == 3  # torchrun and its ranks
+        (launcher if victim == "launcher" else started[0]).kill()
+        assert survivors(started, 5) == []
+        assert launcher.wait(10) == (-signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
+    finally:
+        for process in survivors(started, 0):
+            process.kill()
+        launcher.kill()
+
+
+@pytest.mark.parametrize(("prefix", "status"), [([], 75), (["nohup"], -signal.SIGKILL)])
+def test_a_closed_terminal_lets_ranks_save_and_nohup_lets_them_go_on(
+    prefix: list[str], status: int, tmp_path: Path
+) -> None:
+    launcher = launched(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", prefix)
+    try:
+        launcher.send_signal(signal.SIGHUP)
+        if prefix:
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(2)
+            assert len(psutil.Process(launcher.pid).children(recursive=True)) == 3
+            launcher.kill()
+        assert launcher.wait(20) == status
+    finally:
+        launcher.kill()
+
+
+def test_what_starts_after_the_death_of_its_parent_ends_at_once() -> None:
+    # As if the one that it should be a child of had died between the fork and the check.
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.launch.tied", "0", "echo", "alive"], capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (128 + signal.SIGKILL, b"")
+    done = subprocess.run(tied_command(["echo", "alive"]), capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"alive\n")
 
 
 def test_hydra_script_composes_and_refuses_like_the_command(tmp_path: Path) -> None:
