@@ -36,6 +36,7 @@ from shoal.config.speech import ExpManagerConfig, SpeechConfig
 from shoal.mesh.sizes import resolve_sizes
 from shoal.train.callbacks import ModelCheckpoint, ProgressBar
 from shoal.train.resume import ResumeRun
+from shoal.train.run_lock import RunLock
 from shoal.train.stop import SignalStop
 
 RECORDS = ("config.yaml", "versions.json", "git.json", "layout.json")
@@ -53,7 +54,7 @@ class Experiment:
     """What a Trainer needs of an experiment.
 
     `log_dir` is rank 0's choice on rank 0; on other ranks it may differ in its time and nothing is written to
-    it. `callbacks` resume, stop, record, time and save; pass them and `loggers` to the Trainer.
+    it. `callbacks` lock, resume, stop, record, time and save; pass them and `loggers` to the Trainer.
     """
 
     log_dir: Path
@@ -80,12 +81,15 @@ def setup_experiment(config: SpeechConfig, world_size: int) -> Experiment:
         log_dir = Path(config.trainer.default_root_dir or Path.cwd())
         saving: list[pl.Callback] = []
         if config.trainer.enable_checkpointing:
-            saving = [ModelCheckpoint(dirpath=log_dir / CHECKPOINTS, filename="{step}")]
+            # Not log_dir itself: it may be the working directory, where runs that save nothing write as well.
+            lock = RunLock(log_dir / CHECKPOINTS, "trainer.default_root_dir")
+            saving = [lock, ModelCheckpoint(dirpath=log_dir / CHECKPOINTS, filename="{step}")]
         return Experiment(log_dir, (), (*bar, *saving))
     log_dir = log_directory(manager)
     key = "exp_manager." + ("exp_dir" if manager.explicit_log_dir is None else "explicit_log_dir")
     records = RunRecord(log_dir, config.to_dict(), _layout(config, world_size), key, manager.files_to_copy)
-    callbacks: list[pl.Callback] = [*bar, records, ResumeRun(_finder(manager, log_dir))]
+    lock = RunLock(log_dir, key)
+    callbacks: list[pl.Callback] = [*bar, lock, records, ResumeRun(_finder(manager, log_dir))]
     if manager.log_step_timing:
         callbacks.append(StepTiming())
     if manager.create_checkpoint_callback:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from shoal.config.llm import CheckpointConfig, LLMConfig
 from shoal.mesh.sizes import resolve_sizes
 from shoal.train.callbacks import ModelCheckpoint, ProgressBar
 from shoal.train.experiment import Experiment, RunRecord, StepTiming, logger_of
-from shoal.train.history import StepHistory
+from shoal.train.history import StepHistory, ValidationHistory
 from shoal.train.resume import ResumeRun
+from shoal.train.run_lock import RunLock
 from shoal.train.stop import SignalStop
 
 LATEST = "latest"
@@ -46,6 +46,7 @@ def llm_experiment(config: LLMConfig, world_size: int) -> Experiment:
         }
         saving = _saving(config, folder)
         callbacks += [
+            RunLock(folder, "checkpoint.checkpoint_dir"),
             ResumeRun(lambda: restore_path(config.checkpoint, folder)),
             RunRecord(folder, config.to_dict(), layout, "checkpoint.checkpoint_dir"),
             StepHistory(str(folder / "training.jsonl")),
@@ -97,21 +98,6 @@ class SaveEveryEpoch(pl.Callback):
         stops = 0 < trainer.max_steps <= trainer.global_step
         if not stops and trainer.current_epoch + 1 != trainer.max_epochs:
             self._saving.save_now(trainer, in_background=True)
-
-
-class ValidationHistory(pl.Callback):
-    """Appends one JSON line per validation, in full precision: step, loss and perplexity of every set."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        values = getattr(pl_module, "last_validation", None)
-        if trainer.is_global_zero and not trainer.sanity_checking and values:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": trainer.global_step, **values}) + "\n")
 
 
 class GarbageCollection(pl.Callback):

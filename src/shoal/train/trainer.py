@@ -24,6 +24,7 @@ from shoal.config.targets import resolve_target
 from shoal.mesh.sizes import resolve_sizes
 from shoal.train.callbacks import ModelCheckpoint
 from shoal.train.precision import ShoalPrecision
+from shoal.train.run_lock import RunLock
 from shoal.train.strategy import AutomodelParallelStrategy
 
 
@@ -151,7 +152,7 @@ def build_trainer(
         "limit_predict_batches": config.limit_predict_batches,
         "val_check_interval": planning.val_check_interval,
     }
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator=_accelerator(config.accelerator),
         devices=world.local_size,
         num_nodes=world.num_nodes,
@@ -176,6 +177,10 @@ def build_trainer(
         detect_anomaly=config.detect_anomaly,
         **{name: value for name, value in limits.items() if value is not None},
     )
+    for callback in callbacks:
+        if isinstance(callback, RunLock):
+            callback.attach(trainer)
+    return trainer
 
 
 def _ddp_flags(config: DDPConfig) -> dict[str, Any]:

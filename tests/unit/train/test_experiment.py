@@ -174,7 +174,11 @@ def test_parts_can_be_switched_off(tmp_path):
     config = _config(trainer_options={"enable_progress_bar": False}, explicit_log_dir=str(tmp_path), **off)
     prepared = setup_experiment(config, world_size=1)
     assert prepared.loggers == ()
-    assert [type(callback).__name__ for callback in prepared.callbacks] == ["RunRecord", "ResumeRun"]
+    assert [type(callback).__name__ for callback in prepared.callbacks] == [
+        "RunLock",
+        "RunRecord",
+        "ResumeRun",
+    ]
     with pytest.raises(ValueError, match=r"max_time_per_run.*create_checkpoint_callback: true"):
         setup_experiment(
             _config(create_checkpoint_callback=False, max_time_per_run="00:00:01:00"), world_size=1
@@ -198,8 +202,8 @@ def test_without_an_experiment_section(tmp_path):
     options = {"default_root_dir": str(tmp_path), "enable_progress_bar": False}
     assert setup_experiment(_config(trainer_options=options), world_size=1).callbacks == ()
     saving = _config(trainer_options={**options, "enable_checkpointing": True})
-    [checkpoint] = setup_experiment(saving, world_size=1).callbacks
-    assert Path(checkpoint.dirpath) == tmp_path / "checkpoints"
+    lock, checkpoint = setup_experiment(saving, world_size=1).callbacks
+    assert Path(checkpoint.dirpath) == lock.directory == tmp_path / "checkpoints"
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
