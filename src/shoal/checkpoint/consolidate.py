@@ -18,8 +18,8 @@ from shoal.checkpoint.export import (
     publish_output,
 )
 from shoal.checkpoint.parts import DESCRIPTION, Part, read_description
-from shoal.checkpoint.reader import SavedModel, checked_manifest, without_group_warning
-from shoal.checkpoint.store import CheckpointError
+from shoal.checkpoint.reader import SavedModel, without_group_warning
+from shoal.checkpoint.store import CheckpointError, read_manifest
 
 CONSOLIDATED = "consolidated"
 SCRIPT_NAME = "consolidate.sh"
@@ -58,7 +58,7 @@ def consolidate(
             refused; nothing is left behind.
     """
     path, final = Path(checkpoint), Path(output)
-    manifest = checked_manifest(path)
+    manifest = read_manifest(path)
     parts = read_description(path)
     saved = SavedModel(path, str(manifest.get("model_format", "torch_save")))
     left_out = frozenset(manifest.get("left_out", ()))

@@ -30,16 +30,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.futures import Future
 
-from shoal.checkpoint.store import CheckpointError, read_manifest
+from shoal.checkpoint.store import REPAIR, CheckpointError, read_manifest
 from shoal.models.folder import one_line
 
 MODEL_FOLDER = "model"
 MODEL_PREFIX = "model."
-REPAIR = (
-    "repair: copy the checkpoint again, or name an earlier one (to resume: checkpoint.restore_from of an LLM run, "
-    "exp_manager.resume_from_checkpoint of a speech run)"
-)
-"""What helps when a checkpoint is damaged; nothing can bring back what is not in it."""
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     (_RECORDS, "Metadata"),
@@ -83,18 +78,6 @@ def read_part(path: Path, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
     if absent:
         raise damaged(path, f"{file} has no {', '.join(absent)}")
     return dict(content)
-
-
-def checked_manifest(path: Path) -> dict[str, Any]:
-    """`read_manifest` with a repair, for a directory that the user named as a checkpoint.
-
-    Raises:
-        CheckpointError: `shoal.json` is missing or is not the manifest of a checkpoint.
-    """
-    try:
-        return read_manifest(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {REPAIR}") from error
 
 
 @contextlib.contextmanager

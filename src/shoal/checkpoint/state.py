@@ -41,11 +41,9 @@ from shoal.checkpoint import optimizer as optimizer_state
 from shoal.checkpoint.agree import agreed, describe, gather_text, is_distributed, rank_of
 from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import (
-    REPAIR,
     SavedModel,
     TensorReader,
     absent_shards,
-    checked_manifest,
     damaged,
     read_part,
     without_group_warning,
@@ -59,7 +57,13 @@ from shoal.checkpoint.snapshot import (
     listed,
     take_snapshot,
 )
-from shoal.checkpoint.store import MANIFEST_NAME, CheckpointError, CheckpointStore
+from shoal.checkpoint.store import (
+    MANIFEST_NAME,
+    REPAIR,
+    CheckpointError,
+    CheckpointStore,
+    read_manifest,
+)
 from shoal.checkpoint.tensors import aliases_of, model_tensors, resharded
 from shoal.checkpoint.writing import (
     FORMAT,
@@ -229,7 +233,7 @@ class _Opened:
 
 
 def _open(path: Path, with_optimizers: bool) -> _Opened:
-    manifest = checked_manifest(path)
+    manifest = read_manifest(path)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}; repair: load it with the "

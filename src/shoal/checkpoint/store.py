@@ -24,6 +24,11 @@ from typing import Any
 
 INCOMPLETE_SUFFIX = ".incomplete"
 MANIFEST_NAME = "shoal.json"
+REPAIR = (
+    "repair: copy the checkpoint again, or name an earlier one (to resume: checkpoint.restore_from of an LLM run, "
+    "exp_manager.resume_from_checkpoint of a speech run)"
+)
+"""What helps when a checkpoint is damaged; nothing can bring back what is not in it."""
 CHECKPOINTS = "checkpoints"
 """Where a run's directory keeps its checkpoints."""
 
@@ -206,9 +211,13 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {file}: {error}") from error
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: cannot read {file}: {error}; {REPAIR}"
+        ) from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("step"), int):
-        raise CheckpointError(f"{file} is not the manifest of a checkpoint: it has no integer `step`")
+        raise CheckpointError(
+            f"{file} is not the manifest of a checkpoint: it has no integer `step`; {REPAIR}"
+        )
     return manifest
 
 
