@@ -326,9 +326,18 @@ def _run(request: Request, private: tuple[IO[bytes], ...]) -> list[RankOutcome]:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port for a rendezvous that rank 0 opens some time later.
+
+    Not one that the kernel chooses: it would give it to the next outgoing connection of any process as well.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)  # below the range of outgoing connections
+        with socket.socket() as sock:
+            try:
+                sock.bind(("", port))
+            except OSError:  # somebody listens there
+                continue
+            return port
 
 
 def _collect(request: Request, pids: list[int], scratch: Path) -> list[RankOutcome]:

@@ -45,6 +45,7 @@ def report_environment(rank: int, world_size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "initialised": dist.is_initialized(),
         "directory": os.getcwd(),
+        "port": int(os.environ["MASTER_PORT"]),
     }
 
 
@@ -114,6 +115,9 @@ def test_classes_of_the_test_module_travel_both_ways(ranks: RankRunner) -> None:
 def test_environment_of_a_rank(ranks: RankRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_VARIABLE", "set by the test")
     results = ranks(report_environment, 2, init=False)
+    ports = {result.pop("port") for result in results}
+    assert len(ports) == 1
+    assert ports < set(range(20000, 32768))  # one of the kernel's choice it gives to outgoing connections as well
     for rank, result in enumerate(results):
         assert result == {
             "RANK": str(rank),
