@@ -97,14 +97,18 @@ def _opened(datasets: Any, config: TextDatasetConfig, paths: list[str], key: str
 
 def _files_of(folder: Path, split: str, key: str) -> list[str]:
     """The files of a folder that belong to a split, which their names tell as on the hub; all if no name does."""
-    from datasets.data_files import DataFilesDict, get_data_patterns
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
     files = [str(file) for file in sorted(folder.rglob("*")) if file.suffix in _BUILDERS]
     if not files:
         raise ValueError(
             f"{key}.path = {str(folder)!r}: no {', '.join(_BUILDERS)} file in it; name a folder of data"
         )
-    patterns, named, wanted = get_data_patterns(str(folder)), {}, _name_of(split)
+    named, wanted = {}, _name_of(split)
+    try:
+        patterns = get_data_patterns(str(folder))
+    except EmptyDatasetError:  # a README is no data to it
+        patterns = _UNNAMED
     if patterns != _UNNAMED:
         named = {str(name): list(of) for name, of in DataFilesDict.from_patterns(patterns, folder).items()}
     if wanted in named:

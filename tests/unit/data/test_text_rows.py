@@ -93,6 +93,9 @@ def test_files_without_the_name_of_a_split_are_all_there_is(tmp_path: Path) -> N
     guide = files_of(tmp_path / "g", "a.jsonl", "dev-guide.jsonl")  # nothing is named train
     assert len(open_path(guide)) == 4
     assert open_path(guide, split="validation") == ["dev-guide.jsonl 0", "dev-guide.jsonl 1"]
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "README.md").write_text("a text like any other")
+    assert open_path(str(tmp_path / "r")) == ["a text like any other"]
     named = str(tmp_path / "p" / "a.jsonl")  # one file is what it is
     assert open_path(named, split="validation[:1]") == ["a.jsonl 0"]
 
