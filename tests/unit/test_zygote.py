@@ -117,9 +117,8 @@ def test_environment_of_a_rank(ranks: RankRunner, monkeypatch: pytest.MonkeyPatc
     results = ranks(report_environment, 2, init=False)
     ports = {result.pop("port") for result in results}
     assert len(ports) == 1
-    assert ports < set(
-        range(20000, 32768)
-    )  # one of the kernel's choice it gives to outgoing connections as well
+    # A port of the kernel's choice would be given to outgoing connections as well.
+    assert ports < set(range(20000, 32768))
     for rank, result in enumerate(results):
         assert result == {
             "RANK": str(rank),

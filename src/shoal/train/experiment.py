@@ -87,7 +87,7 @@ def setup_experiment(config: SpeechConfig, world_size: int) -> Experiment:
         return Experiment(log_dir, (), (*bar, *saving))
     log_dir = log_directory(manager)
     key = "exp_manager." + ("exp_dir" if manager.explicit_log_dir is None else "explicit_log_dir")
-    records = RunRecord(log_dir, config.to_dict(), _layout(config, world_size), key, manager.files_to_copy)
+    records = RunRecord(log_dir, config.to_dict(), _layout(config, world_size), manager.files_to_copy)
     lock = RunLock(log_dir, key)
     callbacks: list[pl.Callback] = [*bar, lock, records, ResumeRun(_finder(manager, log_dir))]
     if manager.log_step_timing:
@@ -158,7 +158,6 @@ class RunRecord(pl.Callback):
         log_dir: the run's directory.
         config: the resolved configuration as plain data.
         layout: sizes of the mesh.
-        key: key path of the directory, for messages.
         files_to_copy: copied next to the records.
 
     Raises:
@@ -170,13 +169,11 @@ class RunRecord(pl.Callback):
         log_dir: Path,
         config: Mapping[str, Any],
         layout: Mapping[str, Any],
-        key: str,
         files_to_copy: tuple[str, ...] = (),
     ) -> None:
         self.log_dir = log_dir
         self.config = config
         self.layout = layout
-        self.key = key
         self.files_to_copy = files_to_copy
 
     @override
@@ -186,13 +183,7 @@ class RunRecord(pl.Callback):
 
     def write(self) -> None:
         """Move the previous start's records away and write this one's."""
-        try:
-            self.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"{self.key} = {str(self.log_dir)!r}: this run cannot make its directory: {error}; "
-                "repair: name one that is not there yet, or a directory, where you may write"
-            ) from error
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         _move_previous(self.log_dir)
         text = yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True)
         (self.log_dir / "config.yaml").write_text(text, encoding="utf-8")

@@ -48,7 +48,7 @@ def llm_experiment(config: LLMConfig, world_size: int) -> Experiment:
         callbacks += [
             RunLock(folder, "checkpoint.checkpoint_dir"),
             ResumeRun(lambda: restore_path(config.checkpoint, folder)),
-            RunRecord(folder, config.to_dict(), layout, "checkpoint.checkpoint_dir"),
+            RunRecord(folder, config.to_dict(), layout),
             StepHistory(str(folder / "training.jsonl")),
             ValidationHistory(folder / "validation.jsonl"),
             SignalStop(),
